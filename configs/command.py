@@ -1,0 +1,114 @@
+"""The command line of every script: Hydra's overrides, one-line errors, `--help`.
+
+Hydra's compose API is used instead of `@hydra.main`, because that one makes its own output directory in every rank of
+a torchrun, and reports a mistyped key on seven lines.
+"""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.schema import SCHEMAS
+
+CONFIGS = Path(__file__).resolve().parent
+# The keys of a position slot belong to its kind, which checks them itself, so Hydra must let any of them in.
+SLOT_KEY = re.compile(r"^(?=position\.(rotary|query_scale|logits|core)\.\w+=)")
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """The resolved config `configs/<config_name>.yaml` under Hydra overrides, typed by its schema where it has one.
+
+    Raises ValueError, in one line that names the key, the value and what would be right.
+    """
+    opened = [SLOT_KEY.sub("++", override) for override in overrides]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        try:
+            config = hydra_compose(config_name, overrides=opened)
+            if schema := SCHEMAS.get(config_name):
+                config = OmegaConf.merge(OmegaConf.structured(schema), config)
+            OmegaConf.resolve(config)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(_explain(config_name, overrides, error)) from error
+    assert isinstance(config, DictConfig)
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        raise ValueError(f"{missing[0]} is not set; add {missing[0]}=... to the command")
+    return config
+
+
+def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Turns `main(config)` into a command: composes `configs/<config_name>.yaml` from the words of the command line.
+
+    A ValueError or an OSError (a user's mistake, a damaged file, a full disk) ends the process with exit code 2 and one
+    line on stderr; HYDRA_FULL_ERROR=1 shows the traceback instead. Any other exception is
+    a bug and keeps its traceback.
+    """
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        @wraps(main)
+        def run() -> None:
+            words = sys.argv[1:]
+            try:
+                if {"--help", "-h"} & set(words):
+                    print(_help(config_name, sys.modules[main.__module__].__doc__ or ""))
+                    return
+                main(compose(config_name, words))
+            except (ValueError, OSError) as error:
+                if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                    raise
+                if os.environ.get("RANK", "0") == "0":  # under torchrun every rank fails alike: say it once
+                    print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+                sys.exit(2)
+
+        return run
+
+    return decorate
+
+
+def _help(config_name: str, doc: str) -> str:
+    text = (CONFIGS / f"{config_name}.yaml").read_text()
+    groups = re.findall(r"^  - (?:override )?(\w+): ", text, flags=re.MULTILINE)
+    lines = [doc.strip(), "", "Every key below can be set as key=value (Hydra overrides).", ""]
+    for group in groups:
+        lines.append(f"{group}: {', '.join(_options(group))}")
+    return "\n".join([*lines, "", text.strip()])
+
+
+def _options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
+    """One line out of Hydra's several."""
+    text = str(error)
+    if unknown := re.search(r"Could not find '(\w+)/([^']+)'", text):
+        group, value = unknown.groups()
+        return f"{group}={value} is unknown; choose one of: {', '.join(_options(group))}"
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        key = unknown.group(1)
+        value = next((word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith(f"{key}=")), "")
+        return f"{key}={value}: there is no such key{_nearest(config_name, key)}"
+    if typed := re.search(r"full_key: (\S+)", text):
+        return f"{typed.group(1)}: {text.splitlines()[0]}"
+    return " ".join(text.split())
+
+
+def _nearest(config_name: str, key: str) -> str:
+    keys = _flat_keys(OmegaConf.to_container(hydra_compose(config_name)))
+    near = difflib.get_close_matches(key, keys, n=1) or [known for known in keys if known.split(".")[-1] == key][:1]
+    return f"; did you mean {near[0]}?" if near else f"; `--help` lists them ({', '.join(sorted(keys)[:8])}, ...)"
+
+
+def _flat_keys(node: object, prefix: str = "") -> list[str]:
+    if not isinstance(node, dict):
+        return [prefix]
+    return [key for name, child in node.items() for key in _flat_keys(child, f"{prefix}.{name}".lstrip("."))]

@@ -1,0 +1,112 @@
+"""GPT-2 as the NanoGPT speedrun trains it: RMSNorm, QK-norm, squared ReLU, untied embeddings, no biases or dropout.
+
+The only thing that differs between the compared models is the position scheme.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from model.attention import CausalSelfAttention, rms_norm
+from model.cross_entropy import linear_cross_entropy
+from model.position import Plan, build_position
+
+
+@dataclass
+class GPTConfig:
+    """The sizes, the position scheme (as in configs/position/) and the length it is trained at. Defaults: 162m.
+
+    Raises ValueError when width is not divisible by n_head.
+    """
+
+    n_layer: int = 12
+    n_head: int = 6
+    width: int = 768
+    vocab_size: int = 50304
+    train_length: int = 4096
+    position: Mapping[str, Any] = field(default_factory=dict)
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.width % self.n_head:
+            raise ValueError(f"model.width={self.width} is not divisible by model.n_head={self.n_head}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.n_head
+
+
+class MLP(nn.Module):
+    """relu(x W_up)^2 W_down, four times as wide inside."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Float[Tensor, "B T C"]) -> Float[Tensor, "B T C"]:
+        return self.down(self.up(x).relu().square())
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.attention = CausalSelfAttention(config.width, config.n_head, layer, config.attention)
+        self.mlp = MLP(config.width)
+
+    def forward(self, x: Float[Tensor, "B T C"], plan: Plan) -> Float[Tensor, "B T C"]:
+        x = x + self.attention(rms_norm(x), plan)
+        return x + self.mlp(rms_norm(x))
+
+
+class GPT(nn.Module):
+    """A decoder-only language model; `GPT(config)(tokens)` gives logits, with targets the loss.
+
+    Initial values are those of the public recipe: token embedding N(0, 1), projections into a block uniform within
+    +-1/sqrt(fan_in), projections out of a block and the output layer 0. So the first loss is ln(vocab_size).
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)])
+        self.output = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.position = build_position(
+            config.position,
+            head_dim=config.head_dim,
+            n_head=config.n_head,
+            train_length=config.train_length,
+            n_layer=config.n_layer,
+        )
+        nn.init.zeros_(self.output.weight)
+
+    def forward(
+        self, tokens: Int[Tensor, "B T"], targets: Int[Tensor, "B T"] | None = None, reduction: str = "mean"
+    ) -> Float[Tensor, "B T V"] | Float[Tensor, ""] | Float[Tensor, "B T"]:
+        """Logits (B, T, vocab_size), or with targets the cross-entropy in nats.
+
+        Args:
+            tokens: ids in [0, vocab_size).
+            targets: the next ids; -100 does not count.
+            reduction: "mean" over the counted tokens, "sum" or "none" (one loss a token).
+        """
+        x = self.hidden(tokens)
+        if targets is None:
+            return self.output(x)
+        loss = linear_cross_entropy(x.flatten(0, 1), self.output.weight, targets.flatten(), reduction)
+        return loss.view_as(targets) if reduction == "none" else loss
+
+    def hidden(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T C"]:
+        """What the output layer reads: the normalised residual stream after the last block."""
+        plan = self.position.plan(tokens.shape[1])
+        x = rms_norm(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x, plan)
+        return rms_norm(x)

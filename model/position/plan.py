@@ -1,0 +1,67 @@
+"""What a position scheme gives to attention: data, never a kernel."""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from model.attend import Transform
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the slots may depend on besides their own keys.
+
+    `reference_length` is the training length that a scheme's constants are stated for. At another training length
+    every constant that is a length (a rotary base, which sets the longest period) is multiplied by `length_factor`,
+    so a small model is a scaled copy of the large one. None takes the constants as they are.
+    """
+
+    head_dim: int
+    n_head: int
+    train_length: int
+    n_layer: int = 1
+    reference_length: int | None = None
+
+    @property
+    def length_factor(self) -> float:
+        return 1.0 if self.reference_length is None else self.train_length / self.reference_length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tables of one forward pass, all fp32; rows are the query positions i = start .. length - 1.
+
+        L[h,i,j] = scale[h,t] * s[l,h,i] * temperature * <R_i q_i, R_j k_j> / sqrt(d) + shift[h,t],    t = i - j >= 0
+
+    Attributes:
+        angular_frequency: radians per token of each pair of dimensions, fp64; None without a rotation.
+        cos, sin: of the angles i * angular_frequency; None without a rotation.
+        temperature: factor on all logits (YaRN's, else 1).
+        query_scale: s, a factor per layer, head and query position; None is 1.
+        transform: scale and shift by distance t = 0 .. length - 1; None is scale 1 and shift 0.
+    """
+
+    length: int
+    angular_frequency: Float[Tensor, "pairs"] | None = None
+    cos: Float[Tensor, "T pairs"] | None = None
+    sin: Float[Tensor, "T pairs"] | None = None
+    temperature: float = 1.0
+    query_scale: Float[Tensor, "L H T"] | None = None
+    transform: Transform | None = field(default=None)
+
+    def rotate(self, x: Float[Tensor, "B H T d"]) -> Float[Tensor, "B H T d"]:
+        """R x: turns the pair of dimensions (c, c + d/2) by its angle, in fp32; returns the dtype of x."""
+        if self.cos is None or self.sin is None:
+            return x
+        first, second = x.float().chunk(2, dim=-1)
+        rotated = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
+        return torch.cat(rotated, dim=-1).to(x.dtype)
+
+    def query(self, q: Float[Tensor, "B H T d"], layer: int) -> Float[Tensor, "B H T d"]:
+        """s * temperature * R q of one layer: everything of the equation that depends on the query alone."""
+        q = self.rotate(q)
+        if self.query_scale is not None:
+            return (q * (self.query_scale[layer] * self.temperature)[..., None]).to(q.dtype)
+        return q if self.temperature == 1.0 else q * self.temperature

@@ -1,0 +1,132 @@
+"""A position scheme is the choice of three slots. Everything that attention computes with them is
+
+    L[h,i,j] = scale[h,t] * s[h,i] * <R_i q_i, R_j k_j> / sqrt(d) + shift[h,t],    t = i - j >= 0
+
+`rotary` gives R, `query_scale` gives s, `logits` gives scale and shift; one file for each.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.attend import Transform
+from model.position import logits, query_scale, rotary
+from model.position.plan import Geometry, Plan
+
+SLOTS = {"rotary": rotary.KINDS, "query_scale": query_scale.KINDS, "logits": logits.KINDS}
+
+
+class PositionScheme(nn.Module):
+    """The three slots of one scheme; `plan(length)` is made once per forward pass and handed to every layer.
+
+    Tables that nothing learned enters are computed in fp64, stored in fp32 and kept for the last few lengths. They are
+    not in the state dict.
+    """
+
+    KEPT_TABLES = 4
+
+    def __init__(self, config: Mapping[str, Any], geometry: Geometry):
+        super().__init__()
+        self.train_length = geometry.train_length
+        self.rotary: rotary.NoRotation = _build_slot("rotary", config, geometry)
+        self.query_scale: nn.Module = _build_slot("query_scale", config, geometry)
+        self.logits: nn.Module = _build_slot("logits", config, geometry)
+        self._tables: dict[tuple, Any] = {}
+        # Only says on which device the tables are wanted; follows .to(device).
+        self.register_buffer("_device", torch.empty(0), persistent=False)
+
+    def plan(self, length: int, start: int = 0, inference_length: int | None = None) -> Plan:
+        """The tables for queries at positions start .. length - 1 that see the keys 0 .. i.
+
+        Args:
+            length: number of keys, and one more than the last query's position.
+            start: the first query's position (above 0 in cached decoding).
+            inference_length: the length that NTK, YaRN and LogN's count="length" go by, when a sequence is fed in
+                pieces; by default `length`.
+        """
+        inference_length = inference_length or length
+        frequency, cos, sin = self._cached(self._rotation, inference_length)
+        return Plan(
+            length=length,
+            angular_frequency=frequency,
+            cos=None if cos is None else cos[start:length],
+            sin=None if sin is None else sin[start:length],
+            temperature=self.rotary.temperature(inference_length),
+            query_scale=self.query_scale(start, length, inference_length),
+            transform=self._cached(self._transform, length),
+        )
+
+    def _rotation(self, length: int, device: torch.device) -> tuple[Tensor | None, ...]:
+        frequency = self.rotary.angular_frequency(length)
+        if frequency is None:
+            return None, None, None
+        # At position 65535 an fp32 angle is off by 4e-3 radians; fp64 on the CPU costs little and exists everywhere.
+        angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+        return frequency, angle.cos().float().to(device), angle.sin().float().to(device)
+
+    def _transform(self, length: int, device: torch.device) -> Transform | None:
+        scale, shift = self.logits(torch.arange(length, dtype=torch.float64))
+        if scale is None and shift is None:
+            return None
+        return Transform(
+            scale=None if scale is None else scale.float().to(device),
+            shift=None if shift is None else shift.float().to(device),
+        )
+
+    def _cached(self, make: Any, length: int) -> Any:
+        device = self._device.device
+        key = (make.__name__, length, device)
+        if key not in self._tables:
+            while len(self._tables) >= 2 * self.KEPT_TABLES:
+                self._tables.pop(next(iter(self._tables)))
+            self._tables[key] = make(length, device)
+        return self._tables[key]
+
+
+def build_position(
+    config: Mapping[str, Any], *, head_dim: int, n_head: int, train_length: int, n_layer: int = 1
+) -> PositionScheme:
+    """The scheme that `config` names (the keys of a file of configs/position/; a slot left out is none).
+
+    Args:
+        config: rotary, query_scale and logits, each {"kind": ..., and keys of that kind}; optionally reference_length
+            (see Geometry) and allow_two_temperatures.
+        head_dim: d; n_head: H; train_length: tokens in a training sequence; n_layer: layers with a query scale each.
+
+    Raises ValueError for an unknown kind or key, a value out of range, and for a query scale of log(n) on top of
+    scale-invariant logits, which both sharpen attention with length, unless allow_two_temperatures is true.
+    """
+    kinds = {slot: slot_config(config, slot)["kind"] for slot in SLOTS}
+    doubled = kinds["query_scale"] == "logn" and kinds["logits"] == "scale_invariant"
+    if doubled and not config.get("allow_two_temperatures"):
+        raise ValueError(
+            "position.query_scale.kind=logn and position.logits.kind=scale_invariant both sharpen attention with "
+            "length; set one of them to none, or position.allow_two_temperatures=true if you mean it"
+        )
+    reference_length = config.get("reference_length")
+    if reference_length is not None and reference_length < 1:
+        raise ValueError(f"position.reference_length={reference_length} must be at least 1 token, or null")
+    return PositionScheme(config, Geometry(head_dim, n_head, train_length, n_layer, reference_length))
+
+
+def slot_config(config: Mapping[str, Any], slot: str) -> dict[str, Any]:
+    """The kind and every key of a slot, defaults filled in. Raises ValueError for an unknown kind or key."""
+    given = {"kind": "none", **(config.get(slot) or {})}
+    kinds = SLOTS[slot]
+    if given["kind"] not in kinds:
+        raise ValueError(f"position.{slot}.kind={given['kind']} is unknown; choose one of: {', '.join(kinds)}")
+    parameters = list(inspect.signature(kinds[given["kind"]]).parameters.values())[1:]
+    defaults = {parameter.name: parameter.default for parameter in parameters}
+    for key, value in given.items():
+        if key != "kind" and key not in defaults:
+            known = f"its keys are: {', '.join(defaults)}" if defaults else "it has no keys"
+            raise ValueError(f"position.{slot}.{key}={value} means nothing to kind={given['kind']}; {known}")
+    return {"kind": given["kind"], **defaults, **given}
+
+
+def _build_slot(slot: str, config: Mapping[str, Any], geometry: Geometry) -> Any:
+    keys = slot_config(config, slot)
+    return SLOTS[slot][keys.pop("kind")](geometry, **keys)

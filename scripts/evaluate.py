@@ -1,0 +1,47 @@
+"""Validation loss of a trained run by sequence length: python scripts/evaluate.py run_dir=runs/NAME lengths=[4096,65536]
+
+Writes eval.json into the run directory: {"loss": {"4096": {"mean": nats per token, "tokens": n}, ...}, ...}.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
+
+from configs.command import command
+from data.loader import open_split
+from eval.loss import loss_by_length
+from eval.runs import load_config, load_run
+from training.distributed import start_process
+
+
+@command("evaluate")
+def main(config: Any) -> None:
+    run_dir, trained = Path(config.run_dir), load_config(config.run_dir)
+    lengths = list(config.lengths or trained.validation.lengths)
+    n_tokens = config.tokens or trained.validation.tokens
+    with start_process(config.device, config.precision) as process:
+        stream = open_split(config.data_dir or trained.data.dir, "val", trained.model.vocab_size)
+        model, _ = load_run(run_dir, process.device, config.step)
+        losses = loss_by_length(model, stream, lengths, n_tokens, process, config.micro_batch_tokens, progress=True)
+        if not process.is_main:
+            return
+        result = {
+            "loss": {str(length): {"mean": loss, "tokens": n_tokens} for length, loss in losses.items()},
+            "step": config.step or trained.train.steps,
+            "data": str(config.data_dir or trained.data.dir),
+            "precision": process.precision,
+        }
+        partial = run_dir / "eval.json.partial"
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+        os.replace(partial, run_dir / "eval.json")
+        for length, loss in losses.items():
+            print(f"{length:>8} tokens  {loss:.4f} nats per token")
+        print(f"written to {run_dir / 'eval.json'}")
+
+
+if __name__ == "__main__":
+    main()

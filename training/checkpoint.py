@@ -1,0 +1,91 @@
+"""Checkpoints: `checkpoints/step_000125/` with model.safetensors and training.pt, complete or not there at all.
+
+A checkpoint is written to a temporary name, flushed to the disk, and renamed. Reading one runs no code: safetensors
+holds only tensors, and training.pt is loaded with `weights_only=True`.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from training.state import TrainState
+
+WEIGHTS, REST = "model.safetensors", "training.pt"
+
+
+def save_checkpoint(run_dir: Path, state: TrainState, keep: int = 2) -> Path:
+    """Writes checkpoints/step_<step>, then removes all but the newest `keep`."""
+    folder = checkpoint_path(run_dir, state.step)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {name: tensor.contiguous() for name, tensor in state.model.state_dict().items()}
+    save_file(tensors, partial / WEIGHTS)
+    torch.save(state.state_dict(), partial / REST)
+    for file in partial.iterdir():
+        _flush(file)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+    _flush(folder.parent)
+    for old in list_checkpoints(run_dir)[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def restore_checkpoint(folder: Path, state: TrainState) -> None:
+    """Loads a checkpoint into a freshly built state.
+
+    Raises ValueError naming the file when it is missing, damaged, or of another architecture.
+    """
+    weights = load_weights(folder)
+    try:
+        rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
+        state.load_state_dict(weights, rest)
+    except Exception as error:  # torch raises many kinds for a damaged file; all mean the same to the user
+        raise ValueError(
+            f"{folder} can't be restored ({' '.join(str(error).split())[:200]}); remove that folder to go on from the "
+            "checkpoint before it, or start in another run_dir"
+        ) from error
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """The model's tensors of a checkpoint, on the CPU. Raises ValueError naming the file when it is damaged."""
+    try:
+        return load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{folder / WEIGHTS} is damaged or missing ({error}); remove {folder} to go on from the one before it"
+        ) from error
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    folders = (run_dir / "checkpoints").glob("step_*")
+    return sorted(
+        (folder for folder in folders if re.fullmatch(r"step_\d+", folder.name)),
+        key=lambda folder: int(folder.name[5:]),
+    )
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run, if it has one."""
+    return (list_checkpoints(run_dir) or [None])[-1]
+
+
+def _flush(path: Path) -> None:
+    """Waits until the file or folder is on the disk, not only in the system's memory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

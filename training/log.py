@@ -1,0 +1,128 @@
+"""What a run says: metrics.jsonl (one JSON object a line), log.txt, the terminal, and wandb where asked for."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+METRICS = "metrics.jsonl"
+
+
+class RunLog:
+    """The log of one run; on processes other than the main one it says nothing.
+
+    A resumed run first drops from metrics.jsonl what lies beyond the step that it resumes from.
+
+    Args:
+        run_dir: the run's folder, which exists.
+        config: the run's config; wandb.mode says whether wandb hears of it too.
+        step: the step that the run goes on from; steps: how many it will make.
+    """
+
+    def __init__(self, run_dir: Path, config: Any, step: int, is_main: bool):
+        self.is_main = is_main
+        self._open = ExitStack()
+        if not is_main:
+            return
+        _keep_metrics(run_dir / METRICS, step)
+        self._metrics = self._open.enter_context((run_dir / METRICS).open("a"))
+        self._logger = _open_logger(run_dir / "log.txt", self._open)
+        self._wandb = _start_wandb(config, run_dir)
+        if self._wandb is not None:
+            self._open.callback(self._wandb.finish)
+        per_step, self._length = config.train.tokens_per_step, config.train.length
+        self._bar = self._open.enter_context(
+            tqdm(
+                total=config.train.steps * per_step,
+                initial=step * per_step,
+                unit="tok",
+                unit_scale=True,
+                desc=run_dir.name,
+                disable=None,  # quiet unless stderr is a terminal
+                dynamic_ncols=True,
+            )
+        )
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl; must have "step" and "tokens"."""
+        if not self.is_main:
+            return
+        self._metrics.write(json.dumps(metrics) + "\n")
+        self._metrics.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=int(metrics["step"]))
+        if "train/loss" in metrics:
+            self._bar.set_postfix(loss=f"{metrics['train/loss']:.3f}", refresh=False)
+            self._bar.update(metrics["tokens"] - self._bar.n)
+
+    def info(self, text: str) -> None:
+        """A line in log.txt and on the terminal."""
+        if self.is_main:
+            self._logger.info(text)
+
+    def failure(self, error: BaseException) -> None:
+        """The traceback, in log.txt."""
+        if self.is_main:
+            self._logger.debug("the run ended with an error", exc_info=error)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl, without a last line that a kill tore off. Raises ValueError naming a bad line."""
+    if not path.exists():
+        return []
+    metrics = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):  # behind the last newline: empty or torn
+        try:
+            metrics.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line") from error
+    return metrics
+
+
+def _keep_metrics(path: Path, step: int) -> None:
+    kept = [line for line in read_metrics_lines(path) if line["step"] <= step] if step else []
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(partial, path)
+
+
+def _open_logger(path: Path, stack: ExitStack) -> logging.Logger:
+    logger = logging.getLogger("train")
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    terminal, file = logging.StreamHandler(), logging.FileHandler(path)
+    terminal.setLevel(logging.INFO)
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    for handler in (terminal, file):
+        logger.addHandler(handler)
+        stack.callback(handler.close)
+        stack.callback(logger.removeHandler, handler)
+    stack.enter_context(logging_redirect_tqdm([logger]))
+    return logger
+
+
+def _start_wandb(config: Any, run_dir: Path) -> Any:
+    if config.wandb.mode == "disabled":
+        return None
+    import wandb  # takes a second to import, so only where it is used
+
+    return wandb.init(
+        mode=config.wandb.mode,
+        project=config.wandb.project,
+        group=config.wandb.group,
+        name=run_dir.name,
+        id=f"{run_dir.name}-{config.seed}",
+        resume="allow",
+        dir=str(run_dir),
+        config=OmegaConf.to_container(config),  # pyright: ignore[reportArgumentType]
+    )

@@ -1,0 +1,74 @@
+"""One update of the weights, from the sequences that belong to this process."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from training.distributed import Process
+from training.optimizer import set_learning_rates
+from training.state import TrainState
+
+
+def micro_batch_rows(rows: int, length: int, micro_batch_tokens: int) -> int:
+    """Sequences in a forward pass: the largest divisor of `rows` with at most `micro_batch_tokens`, at least 1."""
+    most = max(1, micro_batch_tokens // length)
+    return max(divisor for divisor in range(1, min(rows, most) + 1) if rows % divisor == 0)
+
+
+def wrap(model: nn.Module, process: Process) -> nn.Module:
+    """The model as the training step calls it: gradients are averaged over the processes."""
+    if process.world_size == 1:
+        return model
+    # No buffer ever changes, so none needs to be sent around at each step.
+    return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+
+def train_step(
+    state: TrainState,
+    forward: nn.Module,
+    tokens: Int[Tensor, "rows T"],
+    targets: Int[Tensor, "rows T"],
+    micro_rows: int,
+    factor: float,
+    process: Process,
+) -> Tensor:
+    """Accumulates the gradient of the mean loss over all tokens of all processes, and updates the weights once.
+
+    The losses are summed over tokens and divided once, so the split into processes and micro-batches does not matter
+    but for rounding.
+
+    Args:
+        forward: `wrap(state.model, process)`, possibly compiled.
+        tokens, targets: this process's sequences of the step.
+        factor: of the schedule, on every learning rate.
+
+    Returns this process's loss summed over its tokens, without a gradient.
+    """
+    total = torch.zeros((), device=process.device)
+    share = process.world_size / (tokens.numel() * process.world_size)  # DDP averages over processes
+    pieces = list(zip(tokens.split(micro_rows), targets.split(micro_rows), strict=True))
+    for index, (inputs, wanted) in enumerate(pieces):
+        with _gradients_stay_here(forward, index < len(pieces) - 1):
+            with process.autocast():
+                loss = forward(_to(inputs, process), _to(wanted, process), reduction="sum")
+            (loss * share).backward()
+        total += loss.detach()
+    set_learning_rates(state.optimizers, factor)
+    for optimizer in state.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    return total
+
+
+def _gradients_stay_here(forward: nn.Module, stay: bool) -> Any:
+    """Only the last micro-batch's backward pass sends gradients around."""
+    return forward.no_sync() if stay and isinstance(forward, DistributedDataParallel) else nullcontext()
+
+
+def _to(x: Tensor, process: Process) -> Tensor:
+    return x.to(process.device, non_blocking=True)
