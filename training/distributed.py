@@ -53,7 +53,7 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
 
     Args:
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
-        precision: "auto" (bf16 on CUDA, fp32 on CPU), "fp32" or "bf16".
+        precision: "auto" (bf16 where the device multiplies it fast, else fp32), "fp32" or "bf16".
 
     Raises ValueError for device=cuda without one, or for more processes on a machine than it has CUDA devices.
     """
@@ -61,14 +61,13 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
     place = choose_device(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-        torch.set_float32_matmul_precision("high")
     else:
         keep_freed_memory()
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if local_ranks > 1:  # torchrun says one thread each; torch's own default would be all cores each
             torch.set_num_threads(max(1, available_cores() // local_ranks))
     if precision == "auto":
-        precision = "bf16" if place.type == "cuda" else "fp32"
+        precision = "bf16" if fast_bf16(place) else "fp32"
     if world_size() > 1:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
@@ -108,6 +107,14 @@ def choose_device(device: str, local_rank: int = 0) -> torch.device:
             f"device=cpu, or --nproc_per_node={max(count, 1)}"
         )
     return torch.device("cuda", local_rank)
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bf16 matrices faster than fp32 ones (elsewhere it emulates them, slowly)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    processor = torch.cpu.get_capabilities()
+    return any(processor.get(feature, False) for feature in ("avx512_bf16", "amx_bf16"))
 
 
 def keep_freed_memory() -> None:

@@ -6,6 +6,7 @@ file of configs/position/.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float64
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from model.position.plan import Geometry
 
+PerHead = float | Sequence[float]
 Tables = tuple[Float64[Tensor, "h N"] | None, Float64[Tensor, "h N"] | None]
 
 
@@ -26,52 +28,69 @@ class ScaleInvariant(nn.Module):
     e^0.5, taken when neither is given, leaves the token itself alone: a_0 = 1, m_0 = 0.
 
     Args:
-        tau: the distance in tokens where the scaling sets in.
-        alpha, beta: the constants of the two conditions; both or neither.
+        tau: the distance in tokens where the scaling sets in; a number, or a list with one for each head.
+        alpha, beta: the constants of the two conditions, each a number or a list; both or neither.
+        learned: whether tau is trained, as exp(log_tau), one for each head and shared by the layers.
 
     Raises ValueError unless tau > 0, alpha > 0 and beta >= alpha log(alpha).
     """
 
-    def __init__(self, geometry: Geometry, tau: float = 10.0, alpha: float | None = None, beta: float | None = None):
+    def __init__(
+        self,
+        geometry: Geometry,
+        tau: PerHead = 10.0,
+        alpha: PerHead | None = None,
+        beta: PerHead | None = None,
+        learned: bool = False,
+    ):
         super().__init__()
-        if (alpha is None) != (beta is None):
+        if alpha is None and beta is None:
+            alpha = beta = math.exp(0.5)
+        if alpha is None or beta is None:
             raise ValueError(
                 f"position.logits.alpha={alpha} and position.logits.beta={beta} go together; give both, or neither "
                 "for alpha = beta = e^0.5"
             )
-        if alpha is None or beta is None:
-            alpha = beta = math.exp(0.5)
-        if not (tau > 0 and math.isfinite(tau)):
+        self.alpha = geometry.per_head("position.logits.alpha", alpha)
+        self.beta = geometry.per_head("position.logits.beta", beta)
+        start = geometry.per_head("position.logits.tau", tau)
+        if not ((start > 0) & start.isfinite()).all():
             raise ValueError(f"position.logits.tau={tau} must be above 0 (a distance in tokens; the paper's is 10)")
-        if not alpha > 0:
+        if not (self.alpha > 0).all():
             raise ValueError(f"position.logits.alpha={alpha} must be above 0")
-        if not beta >= alpha * math.log(alpha):
+        least = self.alpha * self.alpha.log()
+        if not (self.beta >= least).all():
             raise ValueError(
-                f"position.logits.beta={beta} must be at least alpha log(alpha) = {alpha * math.log(alpha):.6g}, "
-                "or a_0^2 would be negative"
+                f"position.logits.beta={beta} must be at least alpha log(alpha) = {least.max():.6g}, or a_0^2 would be "
+                "negative"
             )
-        self.tau, self.alpha, self.beta = tau, alpha, beta
+        if learned:
+            self.log_tau = nn.Parameter(start.log().expand(geometry.n_head).float())
+        else:
+            self.log_tau = start.log()
 
     def forward(self, t: Float64[Tensor, "N"]) -> Tables:
-        ratio = self.beta / self.alpha
-        square = 2 * (torch.log1p(t / self.tau) - math.log(self.alpha) + ratio)
+        device = self.log_tau.device
+        alpha, beta, tau = (x.to(device)[:, None] for x in (self.alpha, self.beta, self.log_tau.double().exp()))
+        square = 2 * (torch.log1p(t.to(device) / tau) - alpha.log() + beta / alpha)
         square = square.clamp_min(0)  # beta = alpha log(alpha) gives a_0^2 = 0 up to rounding
-        return square.sqrt()[None], (ratio - square)[None]
+        return square.sqrt(), beta / alpha - square
 
 
 class ALiBi(nn.Module):
     """Attention with linear biases (arXiv:2108.12409): L = S - slope_h t.
 
     For H heads, H a power of two, slope_h = 2^(-8h/H), h = 1 .. H; else the slopes of the closest lower power of two
-    followed by every other slope of twice that.
+    followed by every other slope of twice that. `slopes` replaces them: a number, or a list with one for each head.
     """
 
-    def __init__(self, geometry: Geometry):
+    def __init__(self, geometry: Geometry, slopes: PerHead | None = None):
         super().__init__()
-        self.slopes = alibi_slopes(geometry.n_head)
+        chosen = alibi_slopes(geometry.n_head) if slopes is None else slopes
+        self.slopes = geometry.per_head("position.logits.slopes", chosen)
 
     def forward(self, t: Float64[Tensor, "N"]) -> Tables:
-        return None, -torch.tensor(self.slopes, dtype=t.dtype, device=t.device)[:, None] * t
+        return None, -self.slopes[:, None] * t
 
 
 def alibi_slopes(n_head: int) -> list[float]:

@@ -1,9 +1,10 @@
 """What a position scheme gives to attention: data, never a kernel."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from model.attend import Transform
@@ -27,6 +28,18 @@ class Geometry:
     @property
     def length_factor(self) -> float:
         return 1.0 if self.reference_length is None else self.train_length / self.reference_length
+
+    def per_head(self, key: str, value: float | Sequence[float]) -> Float64[Tensor, "h"]:
+        """A number for all heads (h = 1) or a list with one for each (h = n_head), in fp64.
+
+        Raises ValueError, naming `key`, for anything else.
+        """
+        values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if any(isinstance(number, bool) or not isinstance(number, int | float) for number in values):
+            raise ValueError(f"{key}={value} must be a number, or a list of {self.n_head} numbers, one for each head")
+        if isinstance(value, Sequence) and len(values) != self.n_head:
+            raise ValueError(f"{key}={value} has {len(values)} numbers for {self.n_head} heads; give one for each head")
+        return torch.tensor(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

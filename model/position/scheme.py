@@ -26,7 +26,8 @@ class PositionScheme(nn.Module):
     not in the state dict.
     """
 
-    KEPT_TABLES = 4
+    KEPT_TABLES = 8
+    _device: Tensor
 
     def __init__(self, config: Mapping[str, Any], geometry: Geometry):
         super().__init__()
@@ -48,7 +49,9 @@ class PositionScheme(nn.Module):
                 pieces; by default `length`.
         """
         inference_length = inference_length or length
+        device = self._device.device
         frequency, cos, sin = self._cached(self._rotation, inference_length)
+        learned = next(self.logits.parameters(), None) is not None
         return Plan(
             length=length,
             angular_frequency=frequency,
@@ -56,7 +59,7 @@ class PositionScheme(nn.Module):
             sin=None if sin is None else sin[start:length],
             temperature=self.rotary.temperature(inference_length),
             query_scale=self.query_scale(start, length, inference_length),
-            transform=self._cached(self._transform, length),
+            transform=self._transform(length, device) if learned else self._cached(self._transform, length),
         )
 
     def _rotation(self, length: int, device: torch.device) -> tuple[Tensor | None, ...]:
@@ -80,9 +83,10 @@ class PositionScheme(nn.Module):
         device = self._device.device
         key = (make.__name__, length, device)
         if key not in self._tables:
-            while len(self._tables) >= 2 * self.KEPT_TABLES:
+            while len(self._tables) >= self.KEPT_TABLES:
                 self._tables.pop(next(iter(self._tables)))
-            self._tables[key] = make(length, device)
+            with torch.inference_mode(False):  # a later training pass may use them too
+                self._tables[key] = make(length, device)
         return self._tables[key]
 
 
