@@ -62,6 +62,9 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                     print(_help(config_name, sys.modules[main.__module__].__doc__ or ""))
                     return
                 main(compose(config_name, words))
+            except BrokenPipeError:  # the reader, such as `head`, has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit(1)
             except (ValueError, OSError) as error:
                 if os.environ.get("HYDRA_FULL_ERROR") == "1":
                     raise

@@ -20,12 +20,13 @@ class Model:
 
 @dataclass
 class Position:
-    """Three slots, each `{kind: ..., and the keys of that kind}`; see model/position."""
+    """Three slots and the core, each `{kind: ..., and the keys of that kind}`; see model/."""
 
     name: str = MISSING
     rotary: dict[str, Any] = field(default_factory=dict)
     query_scale: dict[str, Any] = field(default_factory=dict)
     logits: dict[str, Any] = field(default_factory=dict)
+    core: dict[str, Any] = field(default_factory=dict)
     reference_length: int | None = None
     allow_two_temperatures: bool = False
 

@@ -1,4 +1,7 @@
-"""Causal self-attention of one layer: projections, QK-norm, the position plan, and `attend`."""
+"""Causal self-attention of one layer: projections, QK-norm, and a core that follows the position plan."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from model.attend import attend
+from model.infini import InfiniAttention
 from model.position import Plan
+from model.position.plan import Geometry
+from model.position.scheme import build_kind
 
 
 def rms_norm(x: Float[Tensor, "*batch C"]) -> Float[Tensor, "*batch C"]:
@@ -14,26 +20,48 @@ def rms_norm(x: Float[Tensor, "*batch C"]) -> Float[Tensor, "*batch C"]:
     return F.rms_norm(x.float(), (x.shape[-1],), eps=torch.finfo(torch.float32).eps).to(x.dtype)
 
 
+class DotProduct(nn.Module):
+    """The usual core: softmax(L) v, with L as the position plan says."""
+
+    def __init__(self, geometry: Geometry):
+        super().__init__()
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H T d"],
+        k: Float[Tensor, "B H T d"],
+        v: Float[Tensor, "B H T d"],
+        plan: Plan,
+        layer: int,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B H T d"]:
+        return attend(plan.query(q, layer), plan.rotate(k), v, plan.transform, backend)
+
+
+CORES = {"none": DotProduct, "infini": InfiniAttention}
+
+
 class CausalSelfAttention(nn.Module):
-    """softmax(L) v of every head, with L as the position scheme's plan says (arXiv:2505.17083, section 3).
+    """Attention of every head as the position scheme says (arXiv:2505.17083, section 3), between two projections.
 
     q, k and v are separate matrices, because Muon orthogonalises each by itself.
     """
 
-    def __init__(self, width: int, n_head: int, layer: int, backend: str = "auto"):
+    def __init__(self, width: int, geometry: Geometry, layer: int, core: Mapping[str, Any], backend: str = "auto"):
         super().__init__()
-        self.n_head, self.layer, self.backend = n_head, layer, backend
+        self.n_head, self.layer, self.backend = geometry.n_head, layer, backend
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
+        self.core = build_kind("core", CORES, core, geometry)
         nn.init.zeros_(self.out.weight)
 
     def forward(self, x: Float[Tensor, "B T C"], plan: Plan) -> Float[Tensor, "B T C"]:
-        q = plan.query(rms_norm(self._heads(self.query(x))), self.layer)
-        k = plan.rotate(rms_norm(self._heads(self.key(x))))
+        q = rms_norm(self._heads(self.query(x)))
+        k = rms_norm(self._heads(self.key(x)))
         v = self._heads(self.value(x))
-        y = attend(q, k, v, plan.transform, self.backend)
+        y = self.core(q, k, v, plan, self.layer, self.backend)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Float[Tensor, "B T C"]) -> Float[Tensor, "B H T d"]:

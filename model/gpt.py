@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from model.attention import CausalSelfAttention, rms_norm
 from model.cross_entropy import linear_cross_entropy
 from model.position import Plan, build_position
+from model.position.plan import Geometry
 
 
 @dataclass
@@ -35,8 +36,14 @@ class GPTConfig:
             raise ValueError(f"model.width={self.width} is not divisible by model.n_head={self.n_head}")
 
     @property
-    def head_dim(self) -> int:
-        return self.width // self.n_head
+    def geometry(self) -> Geometry:
+        return Geometry(
+            head_dim=self.width // self.n_head,
+            n_head=self.n_head,
+            train_length=self.train_length,
+            n_layer=self.n_layer,
+            reference_length=self.position.get("reference_length"),
+        )
 
 
 class MLP(nn.Module):
@@ -57,7 +64,8 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.attention = CausalSelfAttention(config.width, config.n_head, layer, config.attention)
+        core = config.position.get("core") or {}
+        self.attention = CausalSelfAttention(config.width, config.geometry, layer, core, config.attention)
         self.mlp = MLP(config.width)
 
     def forward(self, x: Float[Tensor, "B T C"], plan: Plan) -> Float[Tensor, "B T C"]:
@@ -80,7 +88,7 @@ class GPT(nn.Module):
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
         self.position = build_position(
             config.position,
-            head_dim=config.head_dim,
+            head_dim=config.geometry.head_dim,
             n_head=config.n_head,
             train_length=config.train_length,
             n_layer=config.n_layer,

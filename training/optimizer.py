@@ -81,8 +81,9 @@ def build_optimizers(model: GPT, config: Any) -> list[torch.optim.Optimizer]:
 
     Every group holds its own peak rate as "peak_lr". Together they hold each parameter exactly once.
     """
+    inside = list(model.blocks.parameters())
     muon = Muon(
-        (parameter for parameter in model.blocks.parameters()),
+        (parameter for parameter in inside if parameter.ndim == 2),
         lr=config.muon_lr,
         momentum=config.muon_momentum,
         newton_schulz_steps=config.newton_schulz_steps,
@@ -91,7 +92,8 @@ def build_optimizers(model: GPT, config: Any) -> list[torch.optim.Optimizer]:
         {"params": list(model.embedding.parameters()), "lr": config.embedding_lr},
         {"params": list(model.output.parameters()), "lr": config.output_lr},
     ]
-    if learned := [parameter for parameter in model.position.parameters() if parameter.requires_grad]:
+    scheme = [*model.position.parameters(), *(parameter for parameter in inside if parameter.ndim != 2)]
+    if learned := [parameter for parameter in scheme if parameter.requires_grad]:
         groups.append({"params": learned, "lr": config.position_lr})
     cuda = model.output.weight.is_cuda
     adam = torch.optim.Adam(groups, betas=tuple(config.betas), eps=config.eps, fused=cuda)

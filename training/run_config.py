@@ -6,7 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from model.position.scheme import SLOTS, slot_config
+from model.attention import CORES
+from model.position.scheme import SLOTS, fill_defaults
 
 # What may change when a run is resumed, because it does not change the results (but for rounding).
 FREE = (
@@ -19,8 +20,8 @@ CONFIG = "config.yaml"
 def explicit(config: Any) -> DictConfig:
     """The config with every key of every position slot, the defaults of its kind filled in."""
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))  # pyright: ignore[reportArgumentType]
-    for slot in SLOTS:
-        config.position[slot] = slot_config(config.position, slot)
+    for slot, kinds in {**SLOTS, "core": CORES}.items():
+        config.position[slot] = fill_defaults(slot, kinds, config.position.get(slot))
     return config
 
 

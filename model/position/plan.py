@@ -15,8 +15,8 @@ class Geometry:
     """What the slots may depend on besides their own keys.
 
     `reference_length` is the training length that a scheme's constants are stated for. At another training length
-    every constant that is a length (a rotary base, which sets the longest period) is multiplied by `length_factor`,
-    so a small model is a scaled copy of the large one. None takes the constants as they are.
+    every constant that is a length (a segment, or a rotary base, which sets the longest period) is multiplied by
+    `length_factor`, so a small model is a scaled copy of the large one. None takes the constants as they are.
     """
 
     head_dim: int
@@ -24,6 +24,10 @@ class Geometry:
     train_length: int
     n_layer: int = 1
     reference_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.reference_length is not None and self.reference_length < 1:
+            raise ValueError(f"position.reference_length={self.reference_length} must be at least 1 token, or null")
 
     @property
     def length_factor(self) -> float:

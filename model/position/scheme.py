@@ -32,9 +32,11 @@ class PositionScheme(nn.Module):
     def __init__(self, config: Mapping[str, Any], geometry: Geometry):
         super().__init__()
         self.train_length = geometry.train_length
-        self.rotary: rotary.NoRotation = _build_slot("rotary", config, geometry)
-        self.query_scale: nn.Module = _build_slot("query_scale", config, geometry)
-        self.logits: nn.Module = _build_slot("logits", config, geometry)
+        self.rotary: rotary.NoRotation = build_kind("rotary", SLOTS["rotary"], config.get("rotary"), geometry)
+        self.query_scale: nn.Module = build_kind(
+            "query_scale", SLOTS["query_scale"], config.get("query_scale"), geometry
+        )
+        self.logits: nn.Module = build_kind("logits", SLOTS["logits"], config.get("logits"), geometry)
         self._tables: dict[tuple, Any] = {}
         # Only says on which device the tables are wanted; follows .to(device).
         self.register_buffer("_device", torch.empty(0), persistent=False)
@@ -103,26 +105,22 @@ def build_position(
     Raises ValueError for an unknown kind or key, a value out of range, and for a query scale of log(n) on top of
     scale-invariant logits, which both sharpen attention with length, unless allow_two_temperatures is true.
     """
-    kinds = {slot: slot_config(config, slot)["kind"] for slot in SLOTS}
+    kinds = {slot: fill_defaults(slot, SLOTS[slot], config.get(slot))["kind"] for slot in SLOTS}
     doubled = kinds["query_scale"] == "logn" and kinds["logits"] == "scale_invariant"
     if doubled and not config.get("allow_two_temperatures"):
         raise ValueError(
             "position.query_scale.kind=logn and position.logits.kind=scale_invariant both sharpen attention with "
             "length; set one of them to none, or position.allow_two_temperatures=true if you mean it"
         )
-    reference_length = config.get("reference_length")
-    if reference_length is not None and reference_length < 1:
-        raise ValueError(f"position.reference_length={reference_length} must be at least 1 token, or null")
-    return PositionScheme(config, Geometry(head_dim, n_head, train_length, n_layer, reference_length))
+    return PositionScheme(config, Geometry(head_dim, n_head, train_length, n_layer, config.get("reference_length")))
 
 
-def slot_config(config: Mapping[str, Any], slot: str) -> dict[str, Any]:
-    """The kind and every key of a slot, defaults filled in. Raises ValueError for an unknown kind or key."""
-    given = {"kind": "none", **(config.get(slot) or {})}
-    kinds = SLOTS[slot]
+def fill_defaults(slot: str, kinds: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The kind of a slot and every key of it. Raises ValueError for an unknown kind or key."""
+    given = {"kind": "none", **(given or {})}
     if given["kind"] not in kinds:
         raise ValueError(f"position.{slot}.kind={given['kind']} is unknown; choose one of: {', '.join(kinds)}")
-    parameters = list(inspect.signature(kinds[given["kind"]]).parameters.values())[1:]
+    parameters = list(inspect.signature(kinds[given["kind"]]).parameters.values())[1:]  # the first is the geometry
     defaults = {parameter.name: parameter.default for parameter in parameters}
     for key, value in given.items():
         if key != "kind" and key not in defaults:
@@ -131,6 +129,7 @@ def slot_config(config: Mapping[str, Any], slot: str) -> dict[str, Any]:
     return {"kind": given["kind"], **defaults, **given}
 
 
-def _build_slot(slot: str, config: Mapping[str, Any], geometry: Geometry) -> Any:
-    keys = slot_config(config, slot)
-    return SLOTS[slot][keys.pop("kind")](geometry, **keys)
+def build_kind(slot: str, kinds: Mapping[str, Any], given: Mapping[str, Any] | None, geometry: Geometry) -> Any:
+    """The object of a slot, from its kind and keys. Raises ValueError for an unknown kind or key, or a bad value."""
+    keys = fill_defaults(slot, kinds, given)
+    return kinds[keys.pop("kind")](geometry, **keys)
