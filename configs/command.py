@@ -30,6 +30,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
 
     Raises ValueError, in one line that names the key, the value and what would be right.
     """
+    _check_experiment(config_name, overrides)
     opened = [SLOT_KEY.sub("++", override) for override in overrides]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
@@ -75,6 +76,20 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         return run
 
     return decorate
+
+
+def _check_experiment(config_name: str, overrides: list[str]) -> None:
+    """configs/experiment/ holds recipes (settings of train.py) and sweeps (many runs); says which is which."""
+    for word in overrides:
+        key, _, name = word.partition("=")
+        path = CONFIGS / "experiment" / f"{name}.yaml"
+        if key.lstrip("+") != "experiment" or not path.is_file():
+            continue
+        is_recipe = "@package _global_" in path.read_text()
+        if is_recipe and config_name != "train":
+            raise ValueError(f"{word} is the recipe of one run, not a sweep; use it as: python train.py {word}")
+        if not is_recipe and config_name == "train":
+            raise ValueError(f"{word} is a sweep of many runs; use it as: python scripts/sweep.py {word}")
 
 
 def _help(config_name: str, doc: str) -> str:

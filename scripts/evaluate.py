@@ -1,4 +1,4 @@
-"""Validation loss of a trained run by sequence length: python scripts/evaluate.py run_dir=runs/NAME lengths=[4096,65536]
+"""Validation loss of a trained run by length: python scripts/evaluate.py run_dir=runs/NAME lengths=[4096,65536]
 
 Writes eval.json into the run directory: {"loss": {"4096": {"mean": nats per token, "tokens": n}, ...}, ...}.
 """

@@ -1,0 +1,169 @@
+"""What an experiment is: a list of training runs, one for each combination of its axes and seeds.
+
+An experiment is a file of `configs/experiment/`; a `Run` is one command line of train.py with its fixed folder. A run
+is never started over silently: its folder either holds the same configuration or the sweep refuses to begin.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from eval.runs import load_config, run_status
+
+KEYS = {"name", "title", "prepare", "base", "scales", "axes", "seeds", "fast", "published"}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A named set of runs. `folder` is its place below runs/ and results/; `shared` are the arguments of all runs."""
+
+    name: str
+    title: str
+    folder: str
+    shared: tuple[str, ...]
+    axes: Mapping[str, Sequence[Any]]
+    seeds: tuple[int, ...]
+    prepare: tuple[str, ...] = ()
+    published: str | None = None
+
+    @property
+    def results(self) -> Path:
+        """Where its tables and figures go."""
+        return Path("results", self.folder)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One training run: `row` names its combination of axis values, `config` is what train.py will resolve."""
+
+    row: str
+    seed: int
+    axes: Mapping[str, Any]
+    overrides: tuple[str, ...]
+    run_dir: Path
+    config: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def id(self) -> str:
+        return self.run_dir.name
+
+    @property
+    def steps(self) -> int:
+        return self.config["train"]["steps"]
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of the whole run."""
+        return self.steps * self.config["train"]["tokens_per_step"]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Validation lengths in tokens."""
+        return list(self.config["validation"]["lengths"])
+
+    @property
+    def status(self) -> str:
+        """`missing`, `interrupted` or `finished`, from what is on the disk."""
+        return run_status(self.run_dir, self.steps)
+
+
+def read_experiment(config: Mapping[str, Any]) -> Experiment:
+    """The experiment that the keys `experiment`, `scale`, `fast`, `name` and `overrides` of a command select.
+
+    Raises ValueError naming the key when the experiment has an unknown or missing key or not the scale asked for.
+    """
+    config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(dict(config))))
+    description = config["experiment"]
+    label = f"experiment={description.get('name', '?')}"
+    if lacking := sorted({"name", "title", "base", "scales", "axes", "seeds"} - set(description)):
+        raise ValueError(
+            f"{label} has no key {lacking[0]}, so it is not a sweep; see configs/experiment/quickstart.yaml"
+        )
+    if unknown := sorted(set(description) - KEYS):
+        raise ValueError(f"{label}: unknown key experiment.{unknown[0]}; the keys are {', '.join(sorted(KEYS))}")
+    for key in ("scales", "axes", "seeds"):
+        if not description[key]:
+            raise ValueError(f"{label}: experiment.{key} is empty; give at least one")
+    scales = description["scales"]
+    scale = config["scale"] or next(iter(scales))
+    if scale not in scales:
+        raise ValueError(f"scale={scale} is not defined for {label}; choose one of: {', '.join(scales)}")
+    folder = description["name"] if scale == next(iter(scales)) else f"{scale}/{description['name']}"
+    fast = list(description.get("fast") or []) if config["fast"] else []
+    return Experiment(
+        name=description["name"],
+        title=description["title"],
+        folder=config["name"] or (f"{folder}-fast" if config["fast"] else folder),
+        shared=(*description["base"], *scales[scale], *fast, *config["overrides"]),
+        axes={key: list(values) for key, values in description["axes"].items()},
+        seeds=tuple(description["seeds"]),
+        prepare=tuple(description.get("prepare") or ()),
+        published=description.get("published"),
+    )
+
+
+def expand(experiment: Experiment, compose: Callable[[list[str]], Mapping[str, Any]]) -> list[Run]:
+    """Every run of an experiment: the product of the axes in their order, then of the seeds.
+
+    `compose` turns arguments of train.py into its resolved config (plain values) and raises ValueError for wrong ones.
+    Raises ValueError when two runs would share a folder.
+    """
+    runs = []
+    for values in itertools.product(*experiment.axes.values()):
+        axes = dict(zip(experiment.axes, values, strict=True))
+        row = "-".join(_label(key, value) for key, value in axes.items())
+        for seed in experiment.seeds:
+            run_dir = Path("runs", experiment.folder, f"{row}-seed{seed}")
+            overrides = [*experiment.shared, *(f"{key}={_word(value)}" for key, value in axes.items())]
+            overrides += [f"seed={seed}", f"run_dir={run_dir}"]
+            runs.append(Run(row, seed, axes, tuple(overrides), run_dir, compose(overrides)))
+    ids = [run.id for run in runs]
+    if doubles := sorted({run_id for run_id in ids if ids.count(run_id) > 1}):
+        raise ValueError(
+            f"experiment={experiment.name} names the run {doubles[0]} twice; make its axes and seeds distinct"
+        )
+    return runs
+
+
+def select(runs: Sequence[Run], only: Iterable[Any]) -> list[Run]:
+    """The runs whose id, row or axis value is in `only`, or all when it is empty. ValueError for an unknown one."""
+    wanted = {str(word) for word in only}
+    names = [{run.id, run.row, *map(str, run.axes.values())} for run in runs]
+    if unknown := sorted(wanted - set().union(*names)):
+        raise ValueError(f"only={unknown[0]} matches no run; the runs are {', '.join(run.id for run in runs)}")
+    return [run for run, known in zip(runs, names, strict=True) if not wanted or known & wanted]
+
+
+def refuse_changed(runs: Iterable[Run]) -> None:
+    """Raises ValueError when the folder of a run holds a run of another configuration that gives other results."""
+    started = [run for run in runs if run.status != "missing"]
+    if not started:
+        return
+    from training.run_config import explicit, first_difference  # here, because it loads torch
+
+    for run in started:
+        if difference := first_difference(load_config(run.run_dir), explicit(OmegaConf.create(dict(run.config)))):
+            key, was, now = difference
+            raise ValueError(
+                f"{run.run_dir} was made with {key}={_word(was)}, but would now be run with {key}={_word(now)}; "
+                "choose another name=... or delete that directory"
+            )
+
+
+def _label(key: str, value: Any) -> str:
+    """A config group's choice says what it is; a plain value needs its key in front."""
+    text = str(value).replace("/", "_")
+    return f"{key.rsplit('.', 1)[-1]}_{text}" if "." in key else text
+
+
+def _word(value: Any) -> str:
+    """A value as one writes it in a Hydra override."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
+    return str(value)

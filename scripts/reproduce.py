@@ -1,0 +1,67 @@
+"""An experiment from data to figures: python scripts/reproduce.py experiment=quickstart
+
+Prepares its data, trains its runs (scripts/sweep.py), and writes its tables and figures into results/EXPERIMENT. What
+is done already is skipped, so the same command can be stopped and started at any time. A run that failed is marked as
+missing in the tables, named at the end, and makes the exit code 1.
+"""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
+
+from configs.command import command
+from eval.experiment import Experiment, Run, select
+from eval.figures import loss_by_length, loss_curves, save_figure
+from eval.tables import collect, history, to_markdown, write_table
+from scripts.sweep import read_runs, report, train
+
+
+@command("reproduce")
+def main(config: Any) -> None:
+    experiment, runs = read_runs(config)
+    chosen = select(runs, config.only)
+    prepare(experiment)
+    failures = train(chosen, config)
+    write_results(experiment, runs)
+    if report(failures):
+        sys.exit(1)
+
+
+def prepare(experiment: Experiment) -> None:
+    """Runs scripts/prepare_data.py as the experiment says; it has its own messages and skips what is there."""
+    if experiment.prepare:
+        done = subprocess.run([sys.executable, "scripts/prepare_data.py", *experiment.prepare], check=False)
+        if done.returncode:
+            sys.exit(done.returncode)
+
+
+def write_results(experiment: Experiment, runs: list[Run]) -> None:
+    """Writes the tables and figures of what is finished; prints the table and the paths."""
+    command_line = shlex.join(["python", "scripts/reproduce.py", *sys.argv[1:]])
+    table = collect(experiment, runs, command_line, commit())
+    paths = write_table(table, experiment.results)
+    paths += save_figure(loss_curves(history(runs), table), experiment.results / "loss_curves")
+    paths += save_figure(loss_by_length(table), experiment.results / "loss_by_length")
+    print(to_markdown(table))
+    print("Written:", *paths, sep="\n  ")
+
+
+def commit() -> str | None:
+    """The commit of the code, `-dirty` when a tracked file outside results/ differs from it; None outside git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+
+
+if __name__ == "__main__":
+    main()
