@@ -4,6 +4,7 @@ The same command under torchrun --standalone --nproc_per_node=8 gives the same r
 goes on from the newest checkpoint of its run_dir.
 """
 
+import math
 import signal
 import sys
 import time
@@ -36,7 +37,8 @@ def main(config: Any) -> None:
             check_same_run(run_dir, config)
             restore_checkpoint(folder, state)
         if state.step >= config.train.steps:
-            print(f"{run_dir} is already trained to step {state.step}; nothing to do")
+            if process.is_main:
+                print(f"{run_dir} is already trained to step {state.step}; nothing to do")
             return
         process.barrier()  # everyone has read the run directory before the main process writes to it
         if process.is_main:
@@ -76,7 +78,7 @@ def train(
     run_dir, steps, per_step = Path(config.run_dir), config.train.steps, config.train.tokens_per_step
     micro_rows = micro_batch_rows(batches.rows_per_rank, config.train.length, config.train.micro_batch_tokens)
     forward = wrap(state.model, process)
-    if config.compile.lower() == "true" or (config.compile == "auto" and process.device.type == "cuda"):
+    if config.compile == "True" or (config.compile == "auto" and process.device.type == "cuda"):
         for block in state.model.blocks:  # by block: one compilation serves all layers
             block.compile()
     log.info(describe(config, state, batches.rows_per_rank // micro_rows, process))
@@ -103,6 +105,12 @@ def train(
         tokens, targets = batches.batch(state.step)
         loss = train_step(state, forward, tokens, targets, micro_rows, factor, process)
         loss, stopping = process.sum(torch.stack([loss, loss.new_tensor(stop.number)])).tolist()
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss of step {state.step} is {loss} (training tokens {(state.step - 1) * per_step} to "
+                f"{state.step * per_step}); the last good checkpoint is {latest_checkpoint(run_dir)}; try lower "
+                "rates in optimizer"
+            )
         log.metrics(
             {
                 "step": state.step,

@@ -113,11 +113,18 @@ def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
         return f"{group}={value} is unknown; choose one of: {', '.join(_options(group))}"
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key = unknown.group(1)
-        value = next((word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith(f"{key}=")), "")
-        return f"{key}={value}: there is no such key{_nearest(config_name, key)}"
+        return f"{key}={_given(overrides, key)}: there is no such key{_nearest(config_name, key)}"
     if typed := re.search(r"full_key: (\S+)", text):
-        return f"{typed.group(1)}: {text.splitlines()[0]}"
+        key = typed.group(1)
+        if "not a ListConfig" in text:
+            return f"{key}={_given(overrides, key)} must be a list, such as {key}=[{_given(overrides, key)}]"
+        return f"{key}: {text.splitlines()[0]}"
     return " ".join(text.split())
+
+
+def _given(overrides: list[str], key: str) -> str:
+    """What the command line says of a key."""
+    return next((word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith(f"{key}=")), "")
 
 
 def _nearest(config_name: str, key: str) -> str:

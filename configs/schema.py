@@ -1,8 +1,9 @@
-"""The types of `configs/train.yaml`, and the checks that hold between its keys.
+"""The types of the configs of the commands, and the checks that hold between the keys of `configs/train.yaml`.
 
 OmegaConf checks the types when the config is composed; `check` refuses, before any work starts, what can't be run.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,13 +99,43 @@ class TrainConfig:
     compile: str = MISSING
 
 
-SCHEMAS: dict[str, type] = {"train": TrainConfig}
+@dataclass
+class EvaluateConfig:
+    run_dir: str = MISSING
+    lengths: list[int] | None = None
+    tokens: int | None = None
+    data_dir: str | None = None
+    step: int | None = None
+    micro_batch_tokens: int = MISSING
+    device: str = MISSING
+    precision: str = MISSING
+
+
+@dataclass
+class ShowPositionConfig:
+    position: Position = field(default_factory=Position)
+    length: int = MISSING
+    train_length: int = MISSING
+    head_dim: int = MISSING
+    n_head: int = MISSING
+    head: int = MISSING
+    t: list[int] | None = None
+    i: list[int] | None = None
+    plot: bool = MISSING
+    out: str | None = None
+
+
+SCHEMAS: dict[str, type] = {
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "show_position": ShowPositionConfig,
+}
 
 CHOICES = {
     "schedule.kind": ("constant_then_linear", "cosine"),
     "precision": ("auto", "fp32", "bf16"),
     "device": ("auto", "cpu", "cuda"),
-    "compile": ("auto", "true", "false"),
+    "compile": ("auto", "True", "False"),  # what YAML's true and false become
     "wandb.mode": ("disabled", "offline", "online"),
 }
 POSITIVE = (
@@ -115,6 +146,14 @@ POSITIVE = (
 )
 
 
+def check_choices(config: Any) -> None:
+    """Raises ValueError for a word that is none of a key's."""
+    for key, choices in CHOICES.items():
+        value = OmegaConf.select(config, key, default=choices[0])  # evaluate has only some of these keys
+        if value not in choices:
+            raise ValueError(f"{key}={value} is unknown; choose one of: {', '.join(choices)}")
+
+
 def check(config: Any) -> None:
     """Raises ValueError, naming key, value and remedy, for values that no run can have.
 
@@ -123,9 +162,7 @@ def check(config: Any) -> None:
     for key in POSITIVE:
         if (value := OmegaConf.select(config, key)) < 1:
             raise ValueError(f"{key}={value} must be at least 1")
-    for key, choices in CHOICES.items():
-        if (value := OmegaConf.select(config, key)).lower() not in choices:
-            raise ValueError(f"{key}={value} is unknown; choose one of: {', '.join(choices)}")
+    check_choices(config)
     if not config.validation.lengths or min(config.validation.lengths) < 1:
         raise ValueError(
             f"validation.lengths={config.validation.lengths} must hold at least one length, such as [4096]"
@@ -134,6 +171,7 @@ def check(config: Any) -> None:
     if config.schedule.kind == "constant_then_linear" and not (cooldown is not None and 0 <= cooldown <= 1):
         raise ValueError(f"schedule.cooldown_fraction={cooldown} must lie in [0, 1]")
     _check_model(config.model)
+    _check_optimizer(config.optimizer)
 
 
 def _check_model(model: Any) -> None:
@@ -143,3 +181,15 @@ def _check_model(model: Any) -> None:
         raise ValueError(
             f"model.width={model.width} is not divisible by model.n_head={model.n_head}; try model.n_head={near}"
         )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    for key in ("muon_lr", "embedding_lr", "output_lr", "position_lr", "eps"):
+        if not 0 <= optimizer[key] < math.inf:
+            raise ValueError(f"optimizer.{key}={optimizer[key]} must be a finite number, at least 0")
+    rates = {"muon_momentum": [optimizer.muon_momentum], "betas": optimizer.betas}
+    for key, values in rates.items():
+        if not all(0 <= value < 1 for value in values):
+            raise ValueError(f"optimizer.{key}={optimizer[key]} must be at least 0 and below 1")
+    if len(optimizer.betas) != 2:
+        raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, such as [0.9, 0.95]")

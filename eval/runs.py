@@ -40,6 +40,19 @@ def load_config(run_dir: str | Path) -> Any:
     return OmegaConf.load(path)
 
 
+def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
+    """The folder of a run's newest checkpoint, or of the one of a step. Raises FileNotFoundError when there is none."""
+    from training.checkpoint import checkpoint_path, latest_checkpoint
+
+    folder = latest_checkpoint(Path(run_dir)) if step is None else checkpoint_path(Path(run_dir), step)
+    if folder is None or not folder.is_dir():
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(
+            f"run_dir={run_dir} has {wanted} yet; train it first: python train.py run_dir={run_dir} ..."
+        )
+    return folder
+
+
 def load_run(run_dir: str | Path, device: "torch.device | str" = "cpu", step: int | None = None) -> "tuple[GPT, Any]":
     """The trained model of a run, ready to evaluate, and its config.
 
@@ -48,16 +61,10 @@ def load_run(run_dir: str | Path, device: "torch.device | str" = "cpu", step: in
 
     Raises FileNotFoundError when there is no such run or checkpoint, ValueError when the checkpoint is damaged.
     """
-    from training.checkpoint import checkpoint_path, latest_checkpoint, load_weights
+    from training.checkpoint import load_weights
     from training.state import build_model
 
     config = load_config(run_dir)
-    folder = latest_checkpoint(Path(run_dir)) if step is None else checkpoint_path(Path(run_dir), step)
-    if folder is None or not folder.is_dir():
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise FileNotFoundError(
-            f"run_dir={run_dir} has {wanted} yet; train it first: python train.py run_dir={run_dir} ..."
-        )
     model = build_model(config)
-    model.load_state_dict(load_weights(folder))
+    model.load_state_dict(load_weights(find_checkpoint(run_dir, step)))
     return model.to(device).eval(), config

@@ -12,26 +12,35 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
 
 from configs.command import command
+from configs.schema import check_choices
 from data.loader import open_split
 from eval.loss import loss_by_length
-from eval.runs import load_config, load_run
+from eval.runs import find_checkpoint, load_config, load_run
+from training.checkpoint import checkpoint_step
 from training.distributed import start_process
 
 
 @command("evaluate")
 def main(config: Any) -> None:
     run_dir, trained = Path(config.run_dir), load_config(config.run_dir)
-    lengths = list(config.lengths or trained.validation.lengths)
-    n_tokens = config.tokens or trained.validation.tokens
+    check_choices(config)
+    lengths = list(trained.validation.lengths if config.lengths is None else config.lengths)
+    n_tokens = trained.validation.tokens if config.tokens is None else config.tokens
+    for length in lengths:
+        if length < 1 or n_tokens < 1 or n_tokens % length:
+            raise ValueError(
+                f"tokens={n_tokens} is not a multiple of {length} in lengths={lengths}; change one of them"
+            )
     with start_process(config.device, config.precision) as process:
         stream = open_split(config.data_dir or trained.data.dir, "val", trained.model.vocab_size)
+        folder = find_checkpoint(run_dir, config.step)
         model, _ = load_run(run_dir, process.device, config.step)
         losses = loss_by_length(model, stream, lengths, n_tokens, process, config.micro_batch_tokens, progress=True)
         if not process.is_main:
             return
         result = {
             "loss": {str(length): {"mean": loss, "tokens": n_tokens} for length, loss in losses.items()},
-            "step": config.step or trained.train.steps,
+            "step": checkpoint_step(folder),
             "data": str(config.data_dir or trained.data.dir),
             "precision": process.precision,
         }

@@ -46,11 +46,17 @@ def restore_checkpoint(folder: Path, state: TrainState) -> None:
     weights = load_weights(folder)
     try:
         rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
-        state.load_state_dict(weights, rest)
-    except Exception as error:  # torch raises many kinds for a damaged file; all mean the same to the user
+    except Exception as error:  # torch raises many kinds for a damaged file, with advice that is wrong here
         raise ValueError(
-            f"{folder} can't be restored ({' '.join(str(error).split())[:200]}); remove that folder to go on from the "
-            "checkpoint before it, or start in another run_dir"
+            f"{folder / REST} is damaged or missing ({type(error).__name__}); remove {folder} to go on from the one "
+            "before it"
+        ) from error
+    try:
+        state.load_state_dict(weights, rest)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{folder} is not a checkpoint of this model and optimizer ({' '.join(str(error).split())[:200]}); start "
+            "in another run_dir"
         ) from error
 
 
@@ -68,12 +74,16 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
+def checkpoint_step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     folders = (run_dir / "checkpoints").glob("step_*")
     return sorted(
         (folder for folder in folders if re.fullmatch(r"step_\d+", folder.name)),
-        key=lambda folder: int(folder.name[5:]),
+        key=checkpoint_step,
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 METRICS = "metrics.jsonl"
 
@@ -23,7 +23,8 @@ class RunLog:
     Args:
         run_dir: the run's folder, which exists.
         config: the run's config; wandb.mode says whether wandb hears of it too.
-        step: the step that the run goes on from; steps: how many it will make.
+        step: the step that the run goes on from.
+        is_main: whether this process writes the files.
     """
 
     def __init__(self, run_dir: Path, config: Any, step: int, is_main: bool):
@@ -76,6 +77,13 @@ class RunLog:
         self._open.close()
 
 
+class _Terminal(logging.Handler):
+    """Lines above the progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
 def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl, without a last line that a kill tore off. Raises ValueError naming a bad line."""
     if not path.exists():
@@ -100,14 +108,12 @@ def _open_logger(path: Path, stack: ExitStack) -> logging.Logger:
     logger = logging.getLogger("train")
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
-    terminal, file = logging.StreamHandler(), logging.FileHandler(path)
-    terminal.setLevel(logging.INFO)
+    terminal, file = _Terminal(logging.INFO), logging.FileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     for handler in (terminal, file):
         logger.addHandler(handler)
         stack.callback(handler.close)
         stack.callback(logger.removeHandler, handler)
-    stack.enter_context(logging_redirect_tqdm([logger]))
     return logger
 
 

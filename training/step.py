@@ -49,7 +49,7 @@ def train_step(
     Returns this process's loss summed over its tokens, without a gradient.
     """
     total = torch.zeros((), device=process.device)
-    share = process.world_size / (tokens.numel() * process.world_size)  # DDP averages over processes
+    share = 1 / tokens.numel()  # DDP averages over processes, which all have as many tokens
     pieces = list(zip(tokens.split(micro_rows), targets.split(micro_rows), strict=True))
     for index, (inputs, wanted) in enumerate(pieces):
         with _gradients_stay_here(forward, index < len(pieces) - 1):

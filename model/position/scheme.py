@@ -126,7 +126,20 @@ def fill_defaults(slot: str, kinds: Mapping[str, Any], given: Mapping[str, Any] 
         if key != "kind" and key not in defaults:
             known = f"its keys are: {', '.join(defaults)}" if defaults else "it has no keys"
             raise ValueError(f"position.{slot}.{key}={value} means nothing to kind={given['kind']}; {known}")
+    for parameter in parameters:
+        _check_type(
+            f"position.{slot}.{parameter.name}", given.get(parameter.name, parameter.default), parameter.annotation
+        )
     return {"kind": given["kind"], **defaults, **given}
+
+
+def _check_type(key: str, value: Any, annotation: Any) -> None:
+    """Of the annotations that a kind's keys have, the plain ones say it all; the others are checked by the kind."""
+    numbers = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
+    accepted = (int, float) if annotation is float else annotation
+    is_bool = isinstance(value, bool) and annotation is not bool  # which Python counts among the whole numbers
+    if annotation in numbers and (is_bool or not isinstance(value, accepted)):
+        raise ValueError(f"{key}={value} must be {numbers[annotation]}")
 
 
 def build_kind(slot: str, kinds: Mapping[str, Any], given: Mapping[str, Any] | None, geometry: Geometry) -> Any:

@@ -6,13 +6,13 @@ import torch
 
 from model.attend import attend
 from model.infini import InfiniAttention
-from model.position import build_position
+from model.position import PositionScheme, build_position
 from model.position.plan import Geometry
 
 H, D, SEGMENT = 2, 8, 16
 
 
-def build(update: str = "linear", beta: tuple[float, ...] = (0.3, -0.7)) -> tuple[InfiniAttention, object]:
+def build(update: str = "linear", beta: tuple[float, ...] = (0.3, -0.7)) -> tuple[InfiniAttention, PositionScheme]:
     core = InfiniAttention(Geometry(D, H, train_length=64), segment_length=SEGMENT, update=update)
     with torch.no_grad():
         core.gate.copy_(torch.tensor(beta))
@@ -24,7 +24,7 @@ def draw(length: int, batch: int = 2) -> list[torch.Tensor]:
     return [torch.randn(batch, H, length, D) for _ in range(3)]
 
 
-def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, local: np.ndarray, beta: np.ndarray, delta: bool) -> np.ndarray:
+def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, local: np.ndarray, beta: float, delta: bool) -> np.ndarray:
     """One (batch, head): reads the memory token by token, updates it when a segment is full."""
 
     def sigma(x: np.ndarray) -> np.ndarray:
@@ -52,18 +52,13 @@ def test_memory_and_gate_follow_the_recurrence_at_any_length(length: int, update
     core, position = build(update)
     q, k, v = draw(length)
     plan = position.plan(length)
-    local = torch.cat(
-        [
-            attend(*(x[:, :, s : s + SEGMENT] for x in (plan.query(q, 0), plan.rotate(k), v)), plan.transform, "dense")
-            for s in range(0, length, SEGMENT)
-        ],
-        dim=2,
-    )
+    pieces = zip(*(x.split(SEGMENT, dim=2) for x in (plan.query(q, 0), plan.rotate(k), v)), strict=True)
+    local = torch.cat([attend(query, key, value, plan.transform, "dense") for query, key, value in pieces], dim=2)
     got = core(q, k, v, plan, 0).detach().numpy()
     for b in range(q.shape[0]):
         for h in range(H):
             arrays = [x[b, h].double().numpy() for x in (q, k, v, local)]
-            want = oracle(*arrays, beta=core.gate[h].item(), delta=update == "delta")
+            want = oracle(*arrays, beta=float(core.gate[h].item()), delta=update == "delta")
             np.testing.assert_allclose(got[b, h], want, atol=2e-5)
 
 

@@ -1,0 +1,125 @@
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import train
+from configs.command import command, compose
+from tests.tiny_run import ROOT, refusal, run
+
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("model=gigantic", ["model=gigantic", "162m, 304m", "proxy"]),
+        ("position=rotary", ["position=rotary", "scale_invariant_p_rope", "alibi"]),
+        ("data=c4", ["data=c4", "fineweb10b"]),
+        ("schedule=linear", ["schedule=linear", "constant_then_linear, cosine"]),
+        ("experiment=nothing", ["experiment=nothing", "proxy"]),
+        ("train.lenght=10", ["train.lenght=10", "did you mean train.length?"]),
+        ("model.n_layers=3", ["model.n_layers=3", "did you mean model.n_layer?"]),
+        ("length=10", ["length=10", "did you mean"]),
+        ("train.steps=many", ["train.steps", "many", "Integer"]),
+        ("optimizer.muon_lr=fast", ["optimizer.muon_lr", "fast"]),
+        ("data.repeat=perhaps", ["data.repeat", "perhaps"]),
+        ("validation.lengths=[32,long]", ["validation.lengths", "long"]),
+        ("validation.lengths=64", ["validation.lengths", "64"]),
+        ("+train.extra=1", ["train.extra"]),
+        ("train.length", ["train.length"]),
+        ("--fast", ["--fast"]),
+    ],
+)
+def test_a_mistyped_word_is_refused_in_one_line(word: str, parts: list[str], capsys: pytest.CaptureFixture):
+    line = refusal(train.main, [word], capsys)
+    for part in parts:
+        assert part in line
+
+
+def test_a_value_that_must_be_given_is_named(capsys: pytest.CaptureFixture):
+    line = refusal(train.main, ["data=custom"], capsys)
+    assert "data.dir is not set; add data.dir=... to the command" in line
+
+
+def test_a_slot_key_needs_no_plus_sign():
+    config = compose("train", ["position.logits.tau=100", "position.rotary.base=500"])
+    assert config.position.logits == {"kind": "scale_invariant", "tau": 100}
+    assert config.position.rotary == {"kind": "p_rope", "base": 500}
+
+
+def test_the_composed_config_is_resolved():
+    config = compose("train", ["model=proxy", "position=rope", "train.length=64", "seed=3"])
+    assert config.run_dir == "runs/proxy-rope-64-seed3"
+    assert OmegaConf.to_container(config) == OmegaConf.to_container(config, resolve=True)
+
+
+def test_later_words_win_over_an_experiment():
+    config = compose("train", ["experiment=proxy", "train.steps=7"])
+    assert (config.model.name, config.train.length, config.train.steps) == ("proxy", 256, 7)
+
+
+def write_nothing(config: object) -> None:
+    raise OSError(28, "No space left on device", "runs/a")
+
+
+def have_a_bug(config: object) -> None:
+    raise KeyError("a bug\nof ours")
+
+
+def test_a_full_disk_ends_in_one_line(capsys: pytest.CaptureFixture):
+    assert "No space left on device: 'runs/a'" in refusal(command("train")(write_nothing), [], capsys)
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(KeyError, match="a bug"):
+        run(command("train")(have_a_bug), [])
+
+
+def test_full_errors_on_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(OSError, match="No space left"):
+        run(command("train")(write_nothing), [])
+
+
+def test_only_the_first_of_several_processes_reports_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setenv("RANK", "1")
+    assert run(train.main, ["model=gigantic"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_train_helps_with_its_keys_and_the_choices_of_each_group(capsys: pytest.CaptureFixture):
+    assert run(train.main, ["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Trains one model")
+    for part in ("tokens_per_step", "micro_batch_tokens", "model: 162m, 304m", "position: alibi,", "wandb:", "seed:"):
+        assert part in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_helps_and_shows_its_keys(script: str, capsys: pytest.CaptureFixture):
+    main = importlib.import_module(f"scripts.{script}").main
+    assert run(main, ["--help"]) == 0
+    text = capsys.readouterr().out
+    for key in OmegaConf.load(ROOT / "configs" / f"{script}.yaml"):
+        assert key == "defaults" or f"{key}:" in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_refuses_an_unknown_key(script: str, capsys: pytest.CaptureFixture):
+    main = importlib.import_module(f"scripts.{script}").main
+    assert "no_such_key=1" in refusal(main, ["no_such_key=1"], capsys)
+
+
+def test_a_script_runs_from_any_folder_without_being_installed(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "evaluate.py"), "-h"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "run_dir: ???" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,90 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from data.loader import open_split
+from eval.loss import loss_by_length
+from eval.runs import load_run, read_metrics
+from scripts import evaluate
+from tests.tiny_run import listing, run, tiny_words, write_tiny_data
+from training.distributed import start_process
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a finished run."""
+    write_tiny_data(tmp_path / "data")
+    assert run(train.main, tiny_words(tmp_path)) == 0
+    return tmp_path
+
+
+def evaluated(folder: Path, *words: str) -> dict[str, Any]:
+    assert run(evaluate.main, [f"run_dir={folder / 'run'}", "device=cpu", "precision=fp32", *words]) == 0
+    return json.loads((folder / "run" / "eval.json").read_text())
+
+
+def test_eval_json_equals_the_last_validation_of_the_run(folder: Path):
+    result = evaluated(folder)
+    last = read_metrics(folder / "run").iloc[-1]
+    assert result["loss"].keys() == {"32", "64"}
+    for length, entry in result["loss"].items():
+        assert entry == {"mean": pytest.approx(last[f"val/loss_{length}"], abs=1e-6), "tokens": 1024}
+    assert result["step"] == 12
+
+
+def test_lengths_and_tokens_can_be_chosen(folder: Path):
+    result = evaluated(folder, "lengths=[16,128]", "tokens=512")
+    model, config = load_run(folder / "run")
+    with start_process("cpu", "fp32") as process:
+        expected = loss_by_length(model, open_split(config.data.dir, "val"), [16, 128], 512, process)
+    assert result["loss"] == {
+        str(length): {"mean": pytest.approx(loss, abs=1e-6), "tokens": 512} for length, loss in expected.items()
+    }
+
+
+def test_how_much_is_fed_at_a_time_does_not_matter(folder: Path):
+    whole, single = evaluated(folder)["loss"], evaluated(folder, "micro_batch_tokens=1")["loss"]
+    for length, entry in whole.items():
+        assert single[length]["mean"] == pytest.approx(entry["mean"], abs=1e-6)
+
+
+def test_an_earlier_checkpoint_has_its_own_loss_and_step(folder: Path):
+    result = evaluated(folder, "step=8")
+    metrics = read_metrics(folder / "run").set_index("step")
+    assert result["loss"]["32"]["mean"] == pytest.approx(metrics.loc[8, "val/loss_32"], abs=1e-6)
+    assert result["step"] == 8
+
+
+def test_an_unfinished_run_is_evaluated_at_the_step_that_it_has_reached(folder: Path):
+    (folder / "run" / "checkpoints" / "step_000012").rename(folder / "moved")
+    result = evaluated(folder)
+    assert result["loss"]["32"]["mean"] == evaluated(folder, "step=8")["loss"]["32"]["mean"]
+    assert result["step"] == 8
+
+
+def test_other_data_of_the_same_tokenizer_can_be_used(folder: Path):
+    write_tiny_data(folder / "other", train=100, val=900)
+    result = evaluated(folder, f"data_dir={folder / 'other'}", "tokens=512")
+    assert result["loss"]["32"]["mean"] != evaluated(folder, "tokens=512")["loss"]["32"]["mean"]
+    assert result["data"] == str(folder / "other")
+
+
+def test_only_eval_json_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    before = listing(folder)
+    evaluated(folder)
+    after = listing(folder)
+    assert after.keys() - before.keys() == {"run/eval.json"}
+    assert {name: after[name] for name in before} == before
+
+
+def test_the_losses_are_printed(folder: Path, capsys: pytest.CaptureFixture):
+    capsys.readouterr()
+    result = evaluated(folder)
+    text = capsys.readouterr().out
+    for length, entry in result["loss"].items():
+        assert f"{length} tokens  {entry['mean']:.4f} nats per token" in text
+    assert str(folder / "run" / "eval.json") in text
