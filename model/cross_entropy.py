@@ -33,6 +33,8 @@ def linear_cross_entropy(
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     x, targets = x.to(dtype), targets.long()
+    if not torch.is_grad_enabled():  # to an autograd.Function, requires_grad alone would say that gradients are wanted
+        x, weight = x.detach(), weight.detach()
     chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
     with torch.autocast(device, enabled=False):
         if reduction == "none":

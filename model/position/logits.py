@@ -54,7 +54,7 @@ class ScaleInvariant(nn.Module):
         self.alpha = geometry.per_head("position.logits.alpha", alpha)
         self.beta = geometry.per_head("position.logits.beta", beta)
         start = geometry.per_head("position.logits.tau", tau)
-        if not ((start > 0) & start.isfinite()).all():
+        if not (start > 0).all():
             raise ValueError(f"position.logits.tau={tau} must be above 0 (a distance in tokens; the paper's is 10)")
         if not (self.alpha > 0).all():
             raise ValueError(f"position.logits.alpha={alpha} must be above 0")

@@ -43,7 +43,10 @@ class Geometry:
             raise ValueError(f"{key}={value} must be a number, or a list of {self.n_head} numbers, one for each head")
         if isinstance(value, Sequence) and len(values) != self.n_head:
             raise ValueError(f"{key}={value} has {len(values)} numbers for {self.n_head} heads; give one for each head")
-        return torch.tensor(values, dtype=torch.float64)
+        numbers = torch.tensor(values, dtype=torch.float64)
+        if not numbers.isfinite().all():
+            raise ValueError(f"{key}={value} must be finite")
+        return numbers
 
 
 @dataclass(frozen=True)

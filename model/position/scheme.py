@@ -49,8 +49,14 @@ class PositionScheme(nn.Module):
             start: the first query's position (above 0 in cached decoding).
             inference_length: the length that NTK, YaRN and LogN's count="length" go by, when a sequence is fed in
                 pieces; by default `length`.
+
+        Raises ValueError unless 0 <= start < length <= inference_length.
         """
         inference_length = inference_length or length
+        if not 0 <= start < length <= inference_length:
+            raise ValueError(
+                f"start={start}, length={length}, inference_length={inference_length} must rise in this order"
+            )
         device = self._device.device
         frequency, cos, sin = self._cached(self._rotation, inference_length)
         learned = next(self.logits.parameters(), None) is not None
