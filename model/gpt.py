@@ -10,6 +10,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from model.attend import check_backend
 from model.attention import CausalSelfAttention, rms_norm
 from model.cross_entropy import linear_cross_entropy
 from model.position import Plan, build_position
@@ -93,6 +94,7 @@ class GPT(nn.Module):
             train_length=config.train_length,
             n_layer=config.n_layer,
         )
+        check_backend(config.attention, has_transform=self.position.plan(1).transform is not None)
         nn.init.zeros_(self.output.weight)
 
     def forward(

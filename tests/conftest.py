@@ -24,6 +24,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a CUDA device the tests that need one are deselected (not skipped: they are no part of that suite)."""
+    if torch.cuda.is_available():
+        return
+    here = [item for item in items if item.get_closest_marker("gpu") is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in here])
+    items[:] = here
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """The same random numbers in each test, whatever ran before it."""

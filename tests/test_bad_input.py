@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train.stepz=3"], ["train.stepz=3", "did you mean train.steps?"]),
         ([SCALE_INVARIANT, "position.logits.tau=0"], ["position.logits.tau=0", "above 0"]),
         ([SCALE_INVARIANT, "position.logits.tau=-1"], ["position.logits.tau=-1", "above 0"]),
-        ([SCALE_INVARIANT, "position.logits.tau=nan"], ["position.logits.tau=nan", "above 0"]),
+        ([SCALE_INVARIANT, "position.logits.tau=nan"], ["position.logits.tau=nan", "finite"]),
         ([SCALE_INVARIANT, "position.logits.alpha=1"], ["position.logits.alpha=1", "position.logits.beta", "both"]),
         ([SCALE_INVARIANT, "position.logits.slope=1"], ["position.logits.slope=1", "tau"]),
         ([SCALE_INVARIANT, "position.rotary.tau=1"], ["position.rotary.tau=1", "base"]),

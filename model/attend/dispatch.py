@@ -1,0 +1,91 @@
+"""Checks the arguments of attention and picks the backend."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from model.attend.blockwise import blockwise
+from model.attend.dense import dense
+from model.attend.flex import flex, unsupported
+from model.attend.sdpa import sdpa
+from model.attend.transform import Transform
+
+BACKENDS = {"dense": dense, "sdpa": sdpa, "blockwise": blockwise, "flex": flex}
+
+
+def attend(
+    q: Float[Tensor, "B H Tq d"],
+    k: Float[Tensor, "B H Tk d"],
+    v: Float[Tensor, "B H Tk d"],
+    transform: Transform | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B H Tq d"]:
+    """Causal attention whose logits are scaled and shifted by distance.
+
+        logits[h,i,j] = scale[h,t] * <q_i, k_j> / sqrt(d) + shift[h,t],    t = i - j >= 0
+        out[h,i] = sum_{j <= i} softmax_j(logits[h,i,:]) v_j
+
+    Distances t are in tokens. The queries are the last Tq of the Tk positions, so row r of q stands at position
+    i = Tk - Tq + r (cached decoding when Tq < Tk). `backend` is a key of BACKENDS, or "auto": "sdpa" without a
+    transform; with one, "flex" on CUDA where it can serve, else "blockwise". Autocast is off inside: the products keep
+    the dtype that is given.
+
+    Returns a tensor of the shape and dtype of q. Raises ValueError for shapes, dtypes or devices that do not
+    fit, for an unknown backend, and for a backend that cannot serve the request.
+    """
+    if transform is not None and transform.scale is None and transform.shift is None:
+        transform = None
+    _check(q, k, v, transform)
+    check_backend(backend, transform is not None)
+    if backend == "auto" and transform is None:
+        backend = "sdpa"
+    elif backend == "auto":
+        backend = "flex" if q.is_cuda and not unsupported(q, k, v, transform) else "blockwise"
+    with torch.autocast(q.device.type, enabled=False):
+        return BACKENDS[backend](q, k, v, transform)
+
+
+def check_backend(backend: str, has_transform: bool) -> None:
+    """Raises ValueError for an unknown backend, and for "sdpa" with a scheme that scales or shifts logits."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"attention={backend} is unknown; choose one of: auto, {', '.join(BACKENDS)}")
+    if backend == "sdpa" and has_transform:
+        raise ValueError(
+            "attention=sdpa cannot scale or shift logits by distance, as this position scheme does; choose auto, flex, "
+            "blockwise or dense"
+        )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, transform: Transform | None) -> None:
+    """Raise ValueError with one line when the arguments do not fit each other."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"attention takes q (B, H, Tq, d) and k, v (B, H, Tk, d), got {shapes}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must share one shape (B, H, Tk, d), got {shapes}")
+    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch, heads and head dim, got {shapes}")
+    if not 1 <= q.shape[2] <= k.shape[2]:
+        raise ValueError(f"Tq={q.shape[2]} must lie in 1..Tk={k.shape[2]}: the queries are the last Tq positions")
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast first")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if transform is not None:
+        _check_table("scale", transform.scale, q, k.shape[2])
+        _check_table("shift", transform.shift, q, k.shape[2])
+
+
+def _check_table(name: str, table: Tensor | None, q: Tensor, n_key: int) -> None:
+    """Raise ValueError with one line when a table of the transform does not fit q or the number of keys."""
+    if table is None:
+        return
+    n_head = q.shape[1]
+    if table.ndim != 2 or table.shape[0] not in (1, n_head):
+        raise ValueError(f"{name} has shape {tuple(table.shape)}, must be (1, N) or (H={n_head}, N)")
+    if table.shape[1] < n_key:
+        raise ValueError(f"{name} ends at distance {table.shape[1] - 1}; {n_key} keys need a table of N >= {n_key}")
+    if table.dtype != torch.float32 and not table.dtype == q.dtype == torch.float64:
+        raise ValueError(f"{name} is {table.dtype}, must be torch.float32 whatever the activations are")
+    if table.device != q.device:
+        raise ValueError(f"{name} is on {table.device}, q is on {q.device}; move the table first")

@@ -1,0 +1,116 @@
+"""FlexAttention with the transform as its score modification: the GPU path of the schemes with a `logits` slot.
+
+Compiled once for each bucket of lengths: a sequence is filled up at its end to the next 128 * 2^k or 384 * 2^k tokens,
+which no real query sees, so that many lengths need few compilations.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch._dynamo
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from model.attend.transform import Transform
+
+BLOCK = 128
+# Past its limit of 8, dynamo would go on in eager mode, T x T in memory and many times slower. Raise instead.
+_COMPILE_LIMITS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+
+
+@torch.compiler.disable
+def flex(
+    q: Float[Tensor, "B H Tq d"],
+    k: Float[Tensor, "B H Tk d"],
+    v: Float[Tensor, "B H Tk d"],
+    transform: Transform | None = None,
+) -> Float[Tensor, "B H Tq d"]:
+    """Causal attention whose logits are scaled and shifted by distance, in one fused kernel.
+
+        out[h,i] = sum_j softmax_{j<=i}(scale[h,t] <q_i, k_j> / sqrt(d) + shift[h,t]) v_j,    t = i - j
+
+    Logits, tables and softmax are fp32. Differentiable in q, k, v and the tables, on CUDA.
+
+    Raises ValueError for what the kernel can't serve: fewer queries than keys, fp64, and gradients on a CPU.
+    """
+    if reason := unsupported(q, k, v, transform):
+        raise ValueError(f"attention=flex can't serve this: {reason}; use blockwise")
+    length = q.shape[2]
+    filled = bucket(length)
+    q, k, v = (pad(x, (0, 0, 0, filled - length)) for x in (q, k, v))
+    scale, shift = (
+        None if table is None else pad(table[:, :length], (0, filled - length))
+        for table in ((None, None) if transform is None else (transform.scale, transform.shift))
+    )
+    mask = causal_block_mask(filled, q.device)
+    with torch._dynamo.config.patch(_COMPILE_LIMITS):
+        return _compiled()(q, k, v, scale, shift, mask)[:, :, :length]
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, transform: Transform | None) -> str | None:
+    """Why the kernel can't serve these arguments; None if it can."""
+    tables = [] if transform is None else [transform.scale, transform.shift]
+    if q.shape[2] != k.shape[2]:
+        return f"{q.shape[2]} queries for {k.shape[2]} keys"
+    if q.dtype == torch.float64:
+        return "fp64 activations"
+    if q.shape[3] < 16 or q.shape[3] & (q.shape[3] - 1):
+        return f"a head dimension of {q.shape[3]}, which is not a power of two from 16 on"
+    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *tables))
+    if q.device.type == "cpu" and wants_gradient:
+        return "gradients on a CPU"
+    return None
+
+
+def bucket(length: int) -> int:
+    """The next length of the form 128 * 2^k or 384 * 2^k."""
+    size = BLOCK
+    while size < length:
+        if size >= 2 * BLOCK and length <= size * 3 // 2:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+@lru_cache(maxsize=16)
+def causal_block_mask(length: int, device: torch.device) -> BlockMask:
+    """Row block r sees the blocks before it whole and itself in part: (length / 128)^2 indices, never T x T."""
+    blocks = length // BLOCK
+    row = torch.arange(blocks, dtype=torch.int32, device=device)
+    whole = row.expand(1, 1, blocks, blocks).contiguous()
+    itself = whole.roll(1, dims=-1).clone()
+    itself[..., 0] = row
+    return BlockMask.from_kv_blocks(
+        kv_num_blocks=torch.ones(1, 1, blocks, dtype=torch.int32, device=device),
+        kv_indices=itself,
+        full_kv_num_blocks=row.expand(1, 1, blocks).contiguous(),
+        full_kv_indices=whole,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_causal,
+        seq_lengths=(length, length),
+    )
+
+
+def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+@lru_cache(maxsize=1)
+def _compiled():
+    return torch.compile(_attend, dynamic=False)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None, shift: Tensor | None, mask: BlockMask) -> Tensor:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        t = (i - j).clamp(min=0)  # the masked side of a block on the diagonal is looked up too
+        if scale is not None:
+            score = score * scale[h if scale.shape[0] > 1 else 0, t]
+        if shift is not None:
+            score = score + shift[h if shift.shape[0] > 1 else 0, t]
+        return score
+
+    out = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
+    assert isinstance(out, Tensor)
+    return out

@@ -1,0 +1,131 @@
+"""FlexAttention against the dense definition: forward on the CPU, gradients and compilation counts on a GPU."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from model.attend import Transform, attend
+from model.attend.flex import BLOCK, bucket, causal_block_mask
+
+D = 16
+
+
+def draw(length: int, n_head: int = 3, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(2, n_head, length, D, device=device, dtype=dtype) for _ in range(3)]
+
+
+def tables(length: int, heads: int = 1, device: str = "cpu") -> Transform:
+    t = torch.arange(length, device=device)
+    rate = torch.linspace(0.5, 2, heads, device=device)[:, None]
+    return Transform(scale=(1 + 0.1 * rate * t.float().log1p()), shift=-rate * t.float().log1p())
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_forward_is_the_definition_at_lengths_that_fill_no_block(heads: int) -> None:
+    for length in (200, 129, 256):  # one bucket, so one compilation
+        q, k, v = draw(length)
+        transform = tables(length, heads)
+        got = attend(q, k, v, transform, "flex")
+        torch.testing.assert_close(got, attend(q, k, v, transform, "dense"), atol=2e-6, rtol=2e-5)
+
+
+# In a process of its own: the shape checks of the other tests' import hook would be compiled too.
+COMPILES = """
+import torch
+from torch._dynamo.utils import counters
+from model.attend import Transform, attend
+from model.attend.flex import bucket
+
+def check(run, length):
+    q, k, v = (torch.randn(2, 3, length, 16) for _ in range(3))
+    t = torch.arange(length).float()
+    transform = Transform(scale=1 + t.log1p()[None], shift=-t.log1p()[None])
+    want = attend(q, k, v, transform, "dense")
+    torch.testing.assert_close(run(q, k, v, transform), want, atol=5e-6, rtol=5e-5)
+
+lengths = range(1, 400, 7)
+for length in lengths:
+    check(lambda *qkvt: attend(*qkvt, "flex"), length)
+compiled, buckets = counters["stats"]["unique_graphs"], len({bucket(length) for length in lengths})
+assert compiled == buckets == 4, (compiled, buckets)
+check(torch.compile(lambda q, k, v, transform: attend(1 * q, k, v, transform, "flex") * 1), 100)
+print("all as they should be")
+"""
+
+
+@pytest.mark.slow
+def test_many_lengths_need_one_compilation_a_bucket_also_inside_a_compiled_block() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, check=False)
+    assert done.stdout == "all as they should be\n", done.stderr[-3000:]
+
+
+def test_bucket_holds_the_length_wastes_less_than_half_and_is_a_multiple_of_the_block() -> None:
+    for length in (1, 127, 128, 129, 300, 385, 4096, 4097, 16384, 65536, 100_000):
+        size = bucket(length)
+        assert size >= length
+        assert size % BLOCK == 0
+        assert size < 2 * length or size == BLOCK
+    assert [bucket(length) for length in (4096, 16384, 65536)] == [4096, 16384, 65536]
+    assert len({bucket(length) for length in range(1, 65537, 64)}) <= 18
+
+
+def test_block_mask_sees_every_key_up_to_the_query_and_no_other() -> None:
+    blocks = 6
+    mask = causal_block_mask(blocks * BLOCK, torch.device("cpu"))
+    partial, full = torch.zeros(blocks, blocks), torch.zeros(blocks, blocks)
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_indices is not None
+    for row in range(blocks):
+        partial[row, mask.kv_indices[0, 0, row, : mask.kv_num_blocks[0, 0, row]].long()] = 1
+        full[row, mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].long()] = 1
+    assert torch.equal(partial, torch.eye(blocks))
+    assert torch.equal(full, torch.ones(blocks, blocks).tril(-1))
+    assert mask.shape[-2:] == (blocks * BLOCK, blocks * BLOCK)
+
+
+def test_block_mask_of_65536_tokens_is_small_and_made_once() -> None:
+    mask = causal_block_mask(65536, torch.device("cpu"))
+    held = [mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices]
+    assert sum(x.numel() * x.element_size() for x in held if x is not None) < 8e6
+    assert causal_block_mask(65536, torch.device("cpu")) is mask
+
+
+def test_what_the_kernel_cannot_serve_is_refused() -> None:
+    q, k, v = draw(8)
+    with pytest.raises(ValueError, match="attention=flex can't serve this: 4 queries for 8 keys; use blockwise"):
+        attend(q[:, :, :4], k, v, tables(8), "flex")
+    with pytest.raises(ValueError, match="fp64"):
+        attend(q.double(), k.double(), v.double(), None, "flex")
+    with pytest.raises(ValueError, match="gradients on a CPU"):
+        attend(q.clone().requires_grad_(), k, v, tables(8), "flex")
+    with pytest.raises(ValueError, match="head dimension of 12"):
+        attend(q[..., :12], k[..., :12], v[..., :12], tables(8), "flex")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [100, 128, 1000])
+def test_values_and_gradients_on_cuda_are_those_of_the_definition(dtype: torch.dtype, length: int) -> None:
+    q, k, v = (x.requires_grad_() for x in draw(length, device="cuda", dtype=dtype))
+    scale = torch.rand(3, length, device="cuda").add(0.5).requires_grad_()
+    shift = torch.randn(3, length, device="cuda").requires_grad_()
+    upstream = torch.randn_like(q)
+    results = []
+    for backend in ("flex", "dense"):
+        out = attend(q, k, v, Transform(scale, shift), backend)
+        results.append([out, *torch.autograd.grad(out, [q, k, v, scale, shift], upstream)])
+    atol = 2e-5 if dtype == torch.float32 else 3e-2
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=atol, rtol=10 * atol)
+
+
+@pytest.mark.gpu
+def test_automatic_choice_on_cuda_is_flex_and_for_cached_decoding_blockwise() -> None:
+    q, k, v = draw(64, device="cuda", dtype=torch.bfloat16)
+    transform = tables(64, device="cuda")
+    for queries in (64, 1):
+        got = attend(q[:, :, -queries:], k, v, transform)
+        want = attend(q[:, :, -queries:], k, v, transform, "dense")
+        torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
