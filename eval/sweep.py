@@ -51,18 +51,21 @@ def torchrun(processes: int) -> Callable[[Run], list[str]]:
     return lambda run: [*launcher, "train.py", *run.overrides]
 
 
-def make_slots(gpus_per_run: int, runs_at_once: int | str, gpus: Sequence[str], cores: int) -> list[dict[str, str]]:
+def make_slots(
+    gpus_per_run: int, runs_at_once: int | str, gpus: Sequence[str], cores: int, n_runs: int
+) -> list[dict[str, str]]:
     """The environment of each run that may be under way at a time.
 
     On GPUs a slot is a share of `gpus` (values of CUDA_VISIBLE_DEVICES), on a CPU a share of the cores: threads per
-    process = cores / runs_at_once / gpus_per_run. Raises ValueError when the GPUs do not suffice.
+    process = cores / runs_at_once / gpus_per_run. "auto" fills the GPUs, or on a CPU the cores with at most `n_runs`:
+    small models gain less from a second thread than from a second run beside them. Raises ValueError when the GPUs do not suffice.
     """
     if gpus_per_run < 1:
         raise ValueError(f"gpus_per_run={gpus_per_run} must be at least 1")
     if gpus and gpus_per_run > len(gpus):
         raise ValueError(f"gpus_per_run={gpus_per_run}, but there are {len(gpus)} GPUs; give at most that many")
     if runs_at_once == "auto":
-        runs_at_once = len(gpus) // gpus_per_run if gpus else 1
+        runs_at_once = len(gpus) // gpus_per_run if gpus else max(1, min(cores // gpus_per_run, n_runs))
     if not isinstance(runs_at_once, int) or runs_at_once < 1:
         raise ValueError(f"runs_at_once={runs_at_once} must be auto or a whole number, at least 1")
     if not gpus:

@@ -47,9 +47,10 @@ def read_runs(config: Any) -> tuple[Experiment, list[Run]]:
 
 def train(runs: list[Run], config: Any) -> list[Failure]:
     """Trains what is not finished; returns what failed."""
-    if all(run.status == "finished" for run in runs):
+    unfinished = sum(run.status != "finished" for run in runs)
+    if not unfinished:
         return []
-    slots = make_slots(config.gpus_per_run, config.runs_at_once, visible_gpus(), available_cores())
+    slots = make_slots(config.gpus_per_run, config.runs_at_once, visible_gpus(), available_cores(), unfinished)
     return launch(runs, torchrun(config.gpus_per_run), slots)
 
 

@@ -4,13 +4,13 @@ The one idea: flip keys and values along time. In a strip of R query rows that s
 column c are then at distance t = r + c - (R - 1), a function of r + c alone. So scale and shift of a whole
 strip are strided views (strides 1, 1) of one 1-D table, without a copy, and R - 1 entries in front of distance 0,
 scale 0 and shift -inf, are the causal mask. A strip holds complete rows: its softmax is the plain
-one, and the backward pass needs only q, k and v to make it again.
+one, and the backward pass needs only q, k and v to make it again. Copies (flipped, or in fp32) are made of one
+group of heads at a time.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -51,131 +51,117 @@ def blockwise(
 
 
 class _Blockwise(torch.autograd.Function):
-    """The strips in both directions; saves q, flipped k and v, and the tables."""
+    """The strips in both directions; saves its inputs, and makes the weights again."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, shift):
-        out = _heads_inside(q)
-        q, k, v = (x.flatten(0, 1) for x in (q, k.flip(2), v.flip(2)))
         ctx.save_for_backward(q, k, v, scale, shift)
         with _products_of(q.dtype):
-            return _forward(q, k, v, scale, shift, out)
+            return _forward(q, k, v, scale, shift)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(grad.device.type, enabled=False), _products_of(grad.dtype):
-            return _backward(ctx.saved_tensors, grad, ctx.needs_input_grad[3:])
+            q, k, v, scale, shift = ctx.saved_tensors
+            return _backward(q, k, v, scale, shift, grad, ctx.needs_input_grad[3:])
 
 
 def _forward(
-    q: Float[Tensor, "BH Tq d"],
-    k: Float[Tensor, "BH Tk d"],
-    v: Float[Tensor, "BH Tk d"],
+    q: Float[Tensor, "B H Tq d"],
+    k: Float[Tensor, "B H Tk d"],
+    v: Float[Tensor, "B H Tk d"],
     scale: Float[Tensor, "#H Tk"],
     shift: Float[Tensor, "#H Tk"],
-    out: Float[Tensor, "B H Tq d"],
 ) -> Float[Tensor, "B H Tq d"]:
-    """Fill `out`; k and v are flipped along time."""
-    q, k, v = (x.to(scale.dtype) for x in (q, k, v))
-    tables = _Tables(scale, shift, q.shape[-1])
-    B, H, n_query, _ = out.shape
-    strips = list(_strips(B, H, n_query, k.shape[1]))
-    workspace = q.new_empty(max(math.prod(strip.shape) for strip in strips))
-    for strip in strips:
-        scores = workspace[: math.prod(strip.shape)].view(strip.shape)
-        torch.bmm(q[strip.queries], k[strip.keys].mT, out=scores)
-        weights = tables.softmax(scores, strip, out=scores)
-        out[strip.heads_queries] = torch.bmm(weights, v[strip.keys]).unflatten(0, strip.by_head)
+    """Strip by strip: scores, weights in their place, mean values."""
+    out, tables = _heads_inside(q), _Tables(scale, shift, q.shape[3])
+    groups, strips = _groups(k), _strips(q, k)
+    workspace = scale.new_empty(_most_elements(groups, strips))
+    for group in groups:
+        query, key, value = _merged(q[group], scale), _merged(k[group].flip(2), scale), _merged(v[group].flip(2), scale)
+        for rows, seen in strips:
+            scores = _strip(workspace, query[:, rows], seen)
+            torch.bmm(query[:, rows], key[:, -seen:].mT, out=scores)
+            weights = tables.softmax(scores, group[1], out=scores)
+            out[*group, rows] = torch.bmm(weights, value[:, -seen:]).unflatten(0, out[group].shape[:2])
     return out
 
 
 def _backward(
-    saved: tuple[Tensor, ...], grad: Float[Tensor, "B H Tq d"], tables_need_grad: tuple[bool, bool]
+    q: Float[Tensor, "B H Tq d"],
+    k: Float[Tensor, "B H Tk d"],
+    v: Float[Tensor, "B H Tk d"],
+    scale: Float[Tensor, "#H Tk"],
+    shift: Float[Tensor, "#H Tk"],
+    grad: Float[Tensor, "B H Tq d"],
+    tables_need_grad: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, scale and shift: in each strip the weights again, then the softmax backward."""
-    q, k, v, scale, shift = saved
-    dtype, (B, H, n_query, d), n_key = grad.dtype, grad.shape, k.shape[1]
+    d_q, d_k, d_v, tables = _heads_inside(q), _heads_inside(k), _heads_inside(v), _Tables(scale, shift, q.shape[3])
     d_scale, d_shift = (
         torch.zeros_like(table) if need else None for table, need in zip((scale, shift), tables_need_grad, strict=True)
     )
-    d_q = _heads_inside(grad)
-    q, k, v, grad = (x.to(scale.dtype) for x in (q, k, v, grad.flatten(0, 1)))
-    d_k, d_v = torch.zeros_like(k), torch.zeros_like(v)
-    tables = _Tables(scale, shift, d)
-    strips = list(_strips(B, H, n_query, n_key))
+    groups, strips = _groups(k), _strips(q, k)
     # the scores outlive the softmax only for the gradient of the scale
-    workspace = q.new_empty(2 if d_scale is None else 3, max(math.prod(strip.shape) for strip in strips))
-    for strip in strips:
-        weights, d_logits, *kept = (x[: math.prod(strip.shape)].view(strip.shape) for x in workspace)
-        scores = kept[0] if kept else weights
-        torch.bmm(q[strip.queries], k[strip.keys].mT, out=scores)
-        tables.softmax(scores, strip, out=weights)
-        d_v[strip.keys].baddbmm_(weights.mT, grad[strip.queries])
-        torch.bmm(grad[strip.queries], v[strip.keys].mT, out=d_logits)
-        torch._softmax_backward_data(d_logits, weights, -1, weights.dtype, grad_input=d_logits)
-        if d_shift is not None:
-            _add_by_distance(d_shift, d_logits, strip)
-        if d_scale is not None:
-            _add_by_distance(d_scale, scores.mul_(d_logits).mul_(1 / math.sqrt(d)), strip)
-        d_scores = tables.rescale_(d_logits, strip)
-        d_q[strip.heads_queries] = torch.bmm(d_scores, k[strip.keys]).unflatten(0, strip.by_head)
-        d_k[strip.keys].baddbmm_(d_scores.mT, q[strip.queries])
-    d_k, d_v = (x.unflatten(0, (B, H)).flip(2).to(dtype) for x in (d_k, d_v))
+    workspaces = scale.new_empty(2 if d_scale is None else 3, _most_elements(groups, strips))
+    for group in groups:
+        query, d_out = _merged(q[group], scale), _merged(grad[group], scale)
+        key, value = _merged(k[group].flip(2), scale), _merged(v[group].flip(2), scale)
+        d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+        for rows, seen in strips:
+            weights, d_logits, *kept = (_strip(workspace, query[:, rows], seen) for workspace in workspaces)
+            scores = kept[0] if kept else weights
+            torch.bmm(query[:, rows], key[:, -seen:].mT, out=scores)
+            tables.softmax(scores, group[1], out=weights)
+            d_value[:, -seen:].baddbmm_(weights.mT, d_out[:, rows])
+            torch.bmm(d_out[:, rows], value[:, -seen:].mT, out=d_logits)
+            torch._softmax_backward_data(d_logits, weights, -1, weights.dtype, grad_input=d_logits)
+            if d_shift is not None:
+                _add_by_distance(d_shift, d_logits, group[1])
+            if d_scale is not None:
+                _add_by_distance(d_scale, scores.mul_(d_logits).mul_(q.shape[3] ** -0.5), group[1])
+            d_scores = tables.rescale_(d_logits, group[1])
+            d_q[*group, rows] = torch.bmm(d_scores, key[:, -seen:]).unflatten(0, d_q[group].shape[:2])
+            d_key[:, -seen:].baddbmm_(d_scores.mT, query[:, rows])
+        d_k[group], d_v[group] = (x.flip(1).unflatten(0, d_k[group].shape[:2]) for x in (d_key, d_value))
     return d_q, d_k, d_v, d_scale, d_shift
 
 
-@dataclass(frozen=True)
-class _Strip:
-    """Rows of consecutive (batch, head) pairs: of whole batch elements, or of some heads of one."""
-
-    batch: slice
-    heads: slice
-    rows: slice
-    n_head: int
-    n_key: int
-    seen: int
-
-    @property
-    def pairs(self) -> slice:
-        """Where the strip lies in the merged dimension B x H."""
-        last = (self.batch.stop - 1) * self.n_head
-        return slice(self.batch.start * self.n_head + self.heads.start, last + self.heads.stop)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.pairs.stop - self.pairs.start, self.rows.stop - self.rows.start, self.seen
-
-    @property
-    def by_head(self) -> tuple[int, int]:
-        return -1, self.heads.stop - self.heads.start
-
-    @property
-    def queries(self) -> tuple[slice, slice]:
-        return self.pairs, self.rows
-
-    @property
-    def heads_queries(self) -> tuple[slice, slice, slice]:
-        return self.batch, self.heads, self.rows
-
-    @property
-    def keys(self) -> tuple[slice, slice]:
-        """The seen keys are the last of the flipped ones."""
-        return self.pairs, slice(self.n_key - self.seen, None)
+def _groups(k: Float[Tensor, "B H Tk d"]) -> list[tuple[slice, slice]]:
+    """Slices of (batch, head) that share strips: whole batch elements, or some heads of one."""
+    B, H, n_key, _ = k.shape
+    heads, batches = min(H, max(1, _KEYS // n_key)), max(1, _KEYS // (n_key * H))
+    return [
+        (slice(b, min(b + batches, B)), slice(h, min(h + heads, H)))
+        for b in range(0, B, batches)
+        for h in range(0, H, heads)
+    ]
 
 
-def _strips(B: int, H: int, n_query: int, n_key: int) -> Iterator[_Strip]:
-    """Strips that cover all rows, of as many (batch, head) pairs as the workspace is meant for."""
+def _strips(q: Float[Tensor, "B H Tq d"], k: Float[Tensor, "B H Tk d"]) -> list[tuple[slice, int]]:
+    """Slices of query rows, each with the number of keys that its last row sees."""
+    n_query, n_key = q.shape[2], k.shape[2]
     height = _ROWS // 2 if n_key <= 1024 else _ROWS
-    for start in range(0, n_query, height):
-        stop = min(start + height, n_query)
-        seen = n_key - n_query + stop
-        heads = min(H, max(1, _KEYS // seen))
-        batches = max(1, _KEYS // (seen * H))
-        for b in range(0, B, batches):
-            for h in range(0, H, heads):
-                batch, head = slice(b, min(b + batches, B)), slice(h, min(h + heads, H))
-                yield _Strip(batch, head, slice(start, stop), H, n_key, seen)
+    blocks = (slice(start, min(start + height, n_query)) for start in range(0, n_query, height))
+    return [(rows, n_key - n_query + rows.stop) for rows in blocks]
+
+
+def _most_elements(groups: list[tuple[slice, slice]], strips: list[tuple[slice, int]]) -> int:
+    """Of the largest strip."""
+    pairs = max((batch.stop - batch.start) * (heads.stop - heads.start) for batch, heads in groups)
+    return pairs * max((rows.stop - rows.start) * seen for rows, seen in strips)
+
+
+def _merged(x: Float[Tensor, "b h T d"], like: Tensor) -> Float[Tensor, "bh T d"]:
+    """As one batch of matrices, in the dtype of the tables."""
+    return x.to(like.dtype).flatten(0, 1)
+
+
+def _strip(workspace: Float[Tensor, " n"], query: Float[Tensor, "bh R d"], seen: int) -> Float[Tensor, "bh R C"]:
+    """The beginning of the workspace as the matrices of a strip."""
+    shape = query.shape[0], query.shape[1], seen
+    return workspace[: math.prod(shape)].view(shape)
 
 
 class _Tables:
@@ -185,39 +171,44 @@ class _Tables:
         self._scale = pad(scale / math.sqrt(d), (_ROWS - 1, 0), value=0.0)
         self._shift = pad(shift, (_ROWS - 1, 0), value=-math.inf)
 
-    def softmax(self, scores: Tensor, strip: _Strip, out: Tensor) -> Float[Tensor, "BH R C"]:
+    def softmax(self, scores: Tensor, heads: slice, out: Tensor) -> Float[Tensor, "bh R C"]:
         """Attention weights of raw scores <q, k>; `out` may be the scores."""
-        logits = out.unflatten(0, strip.by_head)
-        scale, shift = self._view(self._scale, strip), self._view(self._shift, strip)
-        torch.addcmul(shift, scores.unflatten(0, strip.by_head), scale, out=logits)
+        logits, scores = _by_head(out, heads), _by_head(scores, heads)
+        torch.addcmul(_at(self._shift, logits, heads), scores, _at(self._scale, logits, heads), out=logits)
         return torch.softmax(out, -1, out=out)
 
-    def rescale_(self, d_logits: Tensor, strip: _Strip) -> Float[Tensor, "BH R C"]:
+    def rescale_(self, d_logits: Tensor, heads: slice) -> Float[Tensor, "bh R C"]:
         """From the gradient of the logits to that of the raw scores, in place."""
-        d_logits.unflatten(0, strip.by_head).mul_(self._view(self._scale, strip))
+        by_head = _by_head(d_logits, heads)
+        by_head.mul_(_at(self._scale, by_head, heads))
         return d_logits
 
-    def _view(self, padded: Tensor, strip: _Strip) -> Float[Tensor, "h R C"]:
-        """Entry (r, c) is the value at distance r + c - (R - 1)."""
-        _, R, C = strip.shape
-        part = padded[:, _ROWS - R :] if padded.shape[0] == 1 else padded[strip.heads, _ROWS - R :]
-        return part.as_strided((part.shape[0], R, C), (part.stride(0), 1, 1))
+
+def _by_head(strip: Float[Tensor, "bh R C"], heads: slice) -> Float[Tensor, "b h R C"]:
+    return strip.unflatten(0, (-1, heads.stop - heads.start))
 
 
-def _add_by_distance(d_table: Float[Tensor, "h Tk"], values: Float[Tensor, "BH R C"], strip: _Strip) -> None:
+def _at(padded: Float[Tensor, "h N"], strip: Float[Tensor, "_ _ R C"], heads: slice) -> Float[Tensor, "_ R C"]:
+    """A table over a strip, without a copy: entry (r, c) is its value at distance r + c - (R - 1)."""
+    _, _, R, C = strip.shape
+    part = padded[:, _ROWS - R :] if padded.shape[0] == 1 else padded[heads, _ROWS - R :]
+    return part.as_strided((part.shape[0], R, C), (part.stride(0), 1, 1))
+
+
+def _add_by_distance(d_table: Float[Tensor, "h Tk"], values: Float[Tensor, "bh R C"], heads: slice) -> None:
     """Add to a table's gradient the sums over equal distances of values that are 0 where masked.
 
     Row r has distance t in column t + R - 1 - r, at the flat place R - 1 + r (C - 1) + t: rows of length C - 1. What
     wraps into a next row is masked there. The greatest distance, C - 1, stands alone at the end.
     """
-    _, R, C = strip.shape
-    flat = values.unflatten(0, strip.by_head).sum(0).flatten(1)
+    _, R, C = values.shape
+    flat = _by_head(values, heads).sum(0).flatten(1)
     sums = flat[:, R - 1 : R - 1 + R * (C - 1)].unflatten(1, (R, C - 1)).sum(1)
     sums = torch.cat([sums, flat[:, -1:]], dim=1)
     if d_table.shape[0] == 1:
         d_table[:, :C] += sums.sum(0)
     else:
-        d_table[strip.heads, :C] += sums
+        d_table[heads, :C] += sums
 
 
 def _heads_inside(like: Float[Tensor, "B H T d"]) -> Float[Tensor, "B H T d"]:

@@ -255,12 +255,14 @@ def test_the_status_table_has_step_and_last_losses(runs_of):
 
 
 def test_slots_share_gpus_or_cores():
-    assert make_slots(2, "auto", ["0", "1", "5", "7", "8"], cores=64) == [
+    assert make_slots(2, "auto", ["0", "1", "5", "7", "8"], cores=64, n_runs=9) == [
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "5,7"},
     ]
-    assert make_slots(1, "auto", [], cores=8) == [{"OMP_NUM_THREADS": "8"}]
-    assert make_slots(2, 2, [], cores=8) == [{"OMP_NUM_THREADS": "2"}] * 2
+    assert make_slots(1, "auto", [], cores=8, n_runs=1) == [{"OMP_NUM_THREADS": "8"}]
+    assert make_slots(1, "auto", [], cores=8, n_runs=3) == [{"OMP_NUM_THREADS": "2"}] * 3
+    assert make_slots(1, "auto", [], cores=2, n_runs=6) == [{"OMP_NUM_THREADS": "1"}] * 2
+    assert make_slots(2, 2, [], cores=8, n_runs=6) == [{"OMP_NUM_THREADS": "2"}] * 2
 
 
 @pytest.mark.parametrize(
@@ -275,7 +277,7 @@ def test_slots_share_gpus_or_cores():
 )
 def test_impossible_slots_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        make_slots(*arguments, cores=2)
+        make_slots(*arguments, cores=2, n_runs=6)
 
 
 def test_a_run_is_train_py_under_torchrun(runs_of):

@@ -1,0 +1,54 @@
+"""The bench as a command: what it writes, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["lengths=[20]", "head_dims=[4]", "n_head=2", "repeats=3", "device=cpu"]
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/bench.py", *words]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+
+
+def test_every_backend_and_direction_has_a_row_against_sdpa(tmp_path: Path):
+    out = tmp_path / "new" / "attention.json"
+    done = bench("attention", *SMALL, "backends=[sdpa,blockwise,dense]", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["machine"]["device"]
+    assert result["machine"]["threads"] >= 1
+    rows = {row["name"]: row for row in result["rows"]}
+    assert len(rows) == 6
+    assert all(name in done.stdout for name in rows)
+    for row in rows.values():
+        assert row["seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(20 / row["seconds"])
+        assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
+        assert (row["ratio_to_sdpa"] == 1) == (row["backend"] == "sdpa")
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nonsense"], "kind=nonsense is unknown; choose one of: attention"),
+        (["attention", "backends=[sdpa,flash]"], "'flash' is unknown; use dense, sdpa"),
+        (["attention", "backends=[blockwise]"], "must hold 'sdpa'"),
+        (["attention", "dtype=fp8"], "dtype=fp8 is unknown; use fp32, bf16, fp16"),
+        (["attention", "lengths=[64,0]"], "lengths=[64, 0] must be positive"),
+        (["attention", "device=tpu"], "device=tpu is not here"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_one_line_and_writes_nothing(words: list[str], message: str, tmp_path: Path):
+    failed = bench(*words, f"out={tmp_path / 'bench.json'}")
+    assert failed.returncode == 2
+    assert message in failed.stderr
+    assert failed.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
