@@ -150,11 +150,9 @@ def test_a_folder_of_another_configuration_is_refused_but_not_one_that_is_only_w
         config = compose("train", ["experiment=proxy", f"run_dir={tmp_path}", *overrides])
         return Run("rope", 0, {}, (), tmp_path, OmegaConf.to_container(config))  # pyright: ignore[reportArgumentType]
 
-    write_config(tmp_path, OmegaConf.create(dict(run().config)))
-    refuse_changed([run(), run("wandb.mode=offline"), run("train.checkpoint_every=7")])
-    with pytest.raises(
-        ValueError, match=r"made with train\.steps=500, .* with train\.steps=6; .*delete that directory"
-    ):
+    write_config(tmp_path, OmegaConf.create(dict(run("train.steps=5").config)))
+    refuse_changed([run("train.steps=5"), run("train.steps=5", "wandb.mode=offline", "train.checkpoint_every=7")])
+    with pytest.raises(ValueError, match=r"made with train\.steps=5, .* with train\.steps=6; .*delete that directory"):
         refuse_changed([run("train.steps=6")])
 
 
