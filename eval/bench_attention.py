@@ -1,25 +1,16 @@
 """Time and memory of the attention backends, in interleaved rounds against SDPA's plain causal attention."""
 
-import ctypes
-import os
-import platform
-import re
-import statistics
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from eval.timing import DTYPES, choose_device, compare, machine
 from model.attend import BACKENDS, Transform, attend
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -58,27 +49,24 @@ def bench_attention(config: Any) -> dict[str, Any]:
     rows = []
     for case in tqdm(cases, desc="cases"):
         rows += _measure(case, list(config.backends), config.tau, config.repeats, device)
-    return {"machine": _machine(device), "rows": rows}
+    return {"machine": machine(device), "rows": rows}
 
 
 def _measure(case: Case, backends: list[str], tau: float, repeats: int, device: torch.device) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     tensors = case.inputs(device)
     passes = {name: _pass(name, tensors, tau) for name in backends}
-    peaks = {name: _peak_bytes(run, device) for name, run in passes.items()}  # and warms up
-    rounds = [{name: _seconds(run, device) for name, run in passes.items()} for _ in range(repeats)]
     rows = []
-    for name in backends:
-        seconds = statistics.median(times[name] for times in rounds)
+    for name, measured in compare(passes, "sdpa", repeats, device).items():
+        ratio = measured.pop("ratio")
         rows.append(
             {
                 "name": f"{name} {case.direction} T={case.length} d={case.head_dim}",
                 "backend": name,
                 **asdict(case),
-                "seconds": seconds,
-                "tokens_per_second": case.batch * case.length / seconds,
-                "peak_bytes": peaks[name],
-                "ratio_to_sdpa": statistics.median(times[name] / times["sdpa"] for times in rounds),
+                **measured,
+                "tokens_per_second": case.batch * case.length / measured["seconds"],
+                "ratio_to_sdpa": ratio,
             }
         )
     return rows
@@ -99,41 +87,6 @@ def _pass(backend: str, tensors: list[Tensor], tau: float) -> Callable[[], objec
     return run
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def _peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Memory that a pass needs beyond what was in use; on a CPU from Linux's resident high-water mark."""
-    if device.type == "cuda":
-        run()
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    run()
-    try:
-        with suppress(AttributeError):  # a C library other than glibc keeps nothing back
-            ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the mark starts again at what is resident now
-        before = _resident_peak()
-        run()
-        return _resident_peak() - before
-    except OSError:
-        return None
-
-
-def _resident_peak() -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.findall(r"^VmHWM:\s+(\d+) kB", status, flags=re.MULTILINE)[0])
-
-
 def _checked(config: Any) -> torch.device:
     """The device to measure on, or one line about the first key that cannot be served."""
     known = {"backends": BACKENDS, "directions": ("forward", "forward_backward")}
@@ -148,22 +101,4 @@ def _checked(config: Any) -> torch.device:
         values = config[key] if key in ("lengths", "head_dims") else [config[key]]
         if (key != "threads" or config.threads is not None) and any(value <= 0 for value in values):
             raise ValueError(f"{key}={config[key]} must be positive")
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device={config.device} is not here; use auto or cpu{', cuda' * torch.cuda.is_available()}")
-    return torch.device(device)
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on."""
-    name = platform.processor() or platform.machine()
-    with suppress(OSError, IndexError):
-        name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)[0]
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    return choose_device(config.device)

@@ -58,7 +58,9 @@ def make_slots(
 
     On GPUs a slot is a share of `gpus` (values of CUDA_VISIBLE_DEVICES), on a CPU a share of the cores: threads per
     process = cores / runs_at_once / gpus_per_run. "auto" fills the GPUs, or on a CPU the cores with at most `n_runs`:
-    small models gain less from a second thread than from a second run beside them. Raises ValueError when the GPUs do not suffice.
+    small models gain less from a second thread than from a second run beside them.
+
+    Raises ValueError when the GPUs do not suffice.
     """
     if gpus_per_run < 1:
         raise ValueError(f"gpus_per_run={gpus_per_run} must be at least 1")

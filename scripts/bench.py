@@ -1,6 +1,7 @@
-"""Speed and memory of attention against SDPA: python scripts/bench.py attention lengths=[1024,4096] dtype=fp32
+"""Speed and memory, as ratios within one run: python scripts/bench.py KIND key=value ...
 
-Prints a table and writes results/bench/attention.json: {"machine": {...}, "rows": [{"name", "seconds", ...}, ...]}.
+KIND attention: the backends against SDPA's plain causal attention. KIND model: a model under each position scheme
+against one of them. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
 """
 
 import json
@@ -11,40 +12,55 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
 
-from configs.command import command
-
-KINDS = ("attention",)
+from configs.command import command, compose
 
 
-@command("bench")
-def main(config: Any) -> None:
-    if config.kind not in KINDS:
-        raise ValueError(f"kind={config.kind} is unknown; choose one of: {', '.join(KINDS)}")
-    from eval.bench_attention import bench_attention
+def bench_attention(config: Any) -> dict[str, Any]:
+    from eval.bench_attention import bench_attention as measure  # here, so that --help does not wait for torch
 
-    result = bench_attention(config)
-    out = Path(config.out)
+    return measure(config)
+
+
+def bench_model(config: Any) -> dict[str, Any]:
+    from eval.bench_model import bench_model as measure
+
+    shared = [f"model={config.model}", f"train.length={config.train_length}"]
+    return measure(config, {name: compose("train", [*shared, f"position={name}"]) for name in config.positions})
+
+
+KINDS = {"attention": bench_attention, "model": bench_model}
+
+
+def main() -> None:
+    kind = "attention"
+    if len(sys.argv) > 1 and sys.argv[1].isidentifier():
+        kind = sys.argv.pop(1)
+    if kind not in KINDS:
+        print(f"error: kind={kind} is unknown; choose one of: {', '.join(KINDS)}", file=sys.stderr)
+        sys.exit(2)
+
+    @command(f"bench_{kind}")
+    def run(config: Any) -> None:
+        write(KINDS[kind](config), Path(config.out))
+
+    run()
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    """Writes the figures, all at once, and prints them: median time, ratio, tokens per second, memory added."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_suffix(".json.partial")
     partial.write_text(json.dumps(result, indent=2) + "\n")
     os.replace(partial, out)
-    print(table(result["rows"]))
+    print(f"{'':50}{'ms':>10}{'ratio':>8}{'tokens/s':>12}{'MB added':>10}{'utilised':>10}")
+    for row in result["rows"]:
+        ratio = row.get("ratio", row.get("ratio_to_sdpa"))
+        megabytes = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}"
+        used = "" if row.get("utilisation") is None else f"{row['utilisation']:.1%}"
+        figures = f"{1e3 * row['seconds']:10.2f}{ratio:8.2f}{row['tokens_per_second']:12.0f}{megabytes:>10}{used:>10}"
+        print(f"{row['name']:50}{figures}")
     print(f"written to {out}")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line a row: median time, ratio to SDPA, tokens per second and memory added."""
-    lines = [f"{'':46}{'ms':>10}{'of SDPA':>9}{'tokens/s':>12}{'MB added':>10}"]
-    for row in rows:
-        megabytes = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}"
-        lines.append(
-            f"{row['name']:46}{1e3 * row['seconds']:10.2f}{row['ratio_to_sdpa']:9.2f}"
-            f"{row['tokens_per_second']:12.0f}{megabytes:>10}"
-        )
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # the kind may stand first, as a bare word
-        sys.argv[1] = f"kind={sys.argv[1]}"
     main()

@@ -34,15 +34,34 @@ def test_every_backend_and_direction_has_a_row_against_sdpa(tmp_path: Path):
     assert list(out.parent.iterdir()) == [out]
 
 
+def test_every_scheme_has_a_row_against_the_reference_and_a_utilisation(tmp_path: Path):
+    out = tmp_path / "model.json"
+    words = ["positions=[rope,alibi]", "lengths=[40]", "batch=2", "repeats=3", "device=cpu", "peak_tflops=0.1"]
+    done = bench("model", *words, f"out={out}")
+    assert done.returncode == 0, done.stderr
+    rows = {(row["position"], row["direction"]): row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 4
+    for (position, direction), row in rows.items():
+        assert row["tokens_per_second"] == pytest.approx(80 / row["seconds"])
+        assert (row["ratio"] == 1) == (position == "rope")
+        # 4 layers of 12 width^2, the output layer, and causal attention of 40 tokens: multiply and add
+        forward = 2 * (4 * 12 * 128**2 + 264 * 128 + 4 * 40 * 128)
+        flops = forward * (1 if direction == "forward" else 3)
+        assert row["utilisation"] == pytest.approx(row["tokens_per_second"] * flops / 1e11)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nonsense"], "kind=nonsense is unknown; choose one of: attention"),
+        (["nonsense"], "kind=nonsense is unknown; choose one of: attention, model"),
         (["attention", "backends=[sdpa,flash]"], "'flash' is unknown; use dense, sdpa"),
         (["attention", "backends=[blockwise]"], "must hold 'sdpa'"),
         (["attention", "dtype=fp8"], "dtype=fp8 is unknown; use fp32, bf16, fp16"),
         (["attention", "lengths=[64,0]"], "lengths=[64, 0] must be positive"),
         (["attention", "device=tpu"], "device=tpu is not here"),
+        (["model", "positions=[rope,what]"], "position=what is unknown; choose one of: alibi,"),
+        (["model", "positions=[alibi]"], "must hold reference=rope"),
+        (["model", "dtype=fp16"], "dtype=fp16 is unknown for a model; use fp32 or bf16"),
     ],
     ids=" ".join,
 )
