@@ -22,6 +22,7 @@ def tables(length: int, heads: int = 1, device: str = "cpu") -> Transform:
     return Transform(scale=(1 + 0.1 * rate * t.float().log1p()), shift=-rate * t.float().log1p())
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:.*script_method")  # of torch, about torch
 @pytest.mark.parametrize("heads", [1, 3])
 def test_forward_is_the_definition_at_lengths_that_fill_no_block(heads: int) -> None:
     for length in (200, 129, 256):  # one bucket, so one compilation
