@@ -8,6 +8,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from eval.loss import loss_by_length
 from training.checkpoint import latest_checkpoint, restore_checkpoint, save_checkpoint
 from training.distributed import Process, StopSignal, start_process
 from training.log import RunLog
-from training.run_config import check_same_run, write_config
+from training.run_config import check_run_dir, write_config
 from training.schedule import learning_rate_factor
 from training.state import TrainState, build_state
 from training.step import micro_batch_rows, train_step, wrap
@@ -31,26 +32,21 @@ def main(config: Any) -> None:
     check(config)
     with start_process(config.device, config.precision) as process:
         batches, validation = open_data(config, process)
+        if config.attention == "flex" and process.device.type == "cpu":
+            raise ValueError("attention=flex has no gradients on a CPU; use attention=auto or blockwise")
         state = build_state(config, process.device)
         run_dir = Path(config.run_dir)
+        check_run_dir(run_dir, config)
         if folder := latest_checkpoint(run_dir):
-            check_same_run(run_dir, config)
             restore_checkpoint(folder, state)
         if state.step >= config.train.steps:
             if process.is_main:
                 print(f"{run_dir} is already trained to step {state.step}; nothing to do")
             return
         process.barrier()  # everyone has read the run directory before the main process writes to it
-        if process.is_main:
-            write_config(run_dir, config)
-        log = RunLog(run_dir, config, state.step, process.is_main)
-        try:
+        process.on_main(lambda: write_config(run_dir, config))
+        with RunLog(run_dir, config, state.step, process) as log:
             train(config, state, batches, validation, process, log)
-        except Exception as error:
-            log.failure(error)
-            raise
-        finally:
-            log.close()
 
 
 def open_data(config: Any, process: Process) -> tuple[TrainBatches, TokenStream]:
@@ -93,6 +89,7 @@ def train(
             config.train.micro_batch_tokens,
         )
         named = {f"val/loss_{length}": loss for length, loss in losses.items()}
+        check_finite(named, state.step, run_dir)
         log.metrics({"step": state.step, "tokens": state.step * per_step, **named})
         log.info(f"step {state.step}/{steps}  " + "  ".join(f"{key} {loss:.4f}" for key, loss in named.items()))
 
@@ -105,12 +102,7 @@ def train(
         tokens, targets = batches.batch(state.step)
         loss = train_step(state, forward, tokens, targets, micro_rows, factor, process)
         loss, stopping = process.sum(torch.stack([loss, loss.new_tensor(stop.number)])).tolist()
-        if not math.isfinite(loss):
-            raise ValueError(
-                f"the loss of step {state.step} is {loss} (training tokens {(state.step - 1) * per_step} to "
-                f"{state.step * per_step}); the last good checkpoint is {latest_checkpoint(run_dir)}; try lower "
-                "rates in optimizer"
-            )
+        check_finite({"train/loss": loss}, state.step, run_dir)
         log.metrics(
             {
                 "step": state.step,
@@ -123,12 +115,20 @@ def train(
         if state.step % config.validation.every == 0 or state.step == steps:
             validate()
         if state.step % config.train.checkpoint_every == 0 or state.step == steps or stopping:
-            if process.is_main:  # after validation: a run with its last checkpoint has all its metrics
-                save_checkpoint(run_dir, state, config.train.keep_checkpoints)
-            process.barrier()
+            # after validation: a run with its last checkpoint has all its metrics
+            process.on_main(lambda: save_checkpoint(run_dir, state, config.train.keep_checkpoints))
         if stopping and state.step < steps:
             log.info(f"stopped by a signal after step {state.step}; the same command goes on from there")
             sys.exit(128 + (stop.number or signal.SIGTERM))
+
+
+def check_finite(losses: Mapping[str, float], step: int, run_dir: Path) -> None:
+    """Raises ValueError, before anything is written, when a loss is infinite or not a number."""
+    if bad := [key for key, loss in losses.items() if not math.isfinite(loss)]:
+        raise ValueError(
+            f"{bad[0]}={losses[bad[0]]} at step {step}; the last good checkpoint is {latest_checkpoint(run_dir)}; try "
+            "lower rates in optimizer, in another run_dir"
+        )
 
 
 def describe(config: Any, state: TrainState, accumulation: int, process: Process) -> str:

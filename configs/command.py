@@ -38,7 +38,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
             if schema := SCHEMAS.get(config_name):
                 config = OmegaConf.merge(OmegaConf.structured(schema), config)
             OmegaConf.resolve(config)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, TypeError) as error:
             raise ValueError(_explain(config_name, overrides, error)) from error
     assert isinstance(config, DictConfig)
     if missing := sorted(OmegaConf.missing_keys(config)):
@@ -69,8 +69,9 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             except (ValueError, OSError) as error:
                 if os.environ.get("HYDRA_FULL_ERROR") == "1":
                     raise
-                if os.environ.get("RANK", "0") == "0":  # under torchrun every rank fails alike: say it once
-                    print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+                notes = getattr(error, "__notes__", [])  # which process it is, where only one of them fails
+                if notes or os.environ.get("RANK", "0") == "0":  # else every process fails alike: say it once
+                    print("error:", " ".join(" ".join([str(error), *notes]).split()), file=sys.stderr, flush=True)
                 sys.exit(2)
 
         return run
@@ -85,7 +86,7 @@ def _check_experiment(config_name: str, overrides: list[str]) -> None:
         path = CONFIGS / "experiment" / f"{name}.yaml"
         if key.lstrip("+") != "experiment" or not path.is_file():
             continue
-        is_recipe = "@package _global_" in path.read_text()
+        is_recipe = _is_recipe(path)
         if is_recipe and config_name != "train":
             raise ValueError(f"{word} is the recipe of one run, not a sweep; use it as: python train.py {word}")
         if not is_recipe and config_name == "train":
@@ -97,12 +98,20 @@ def _help(config_name: str, doc: str) -> str:
     groups = re.findall(r"^  - (?:override )?(\w+): ", text, flags=re.MULTILINE)
     lines = [doc.strip(), "", "Every key below can be set as key=value (Hydra overrides).", ""]
     for group in groups:
-        lines.append(f"{group}: {', '.join(_options(group))}")
+        lines.append(f"{group}: {', '.join(_options(group, config_name))}")
     return "\n".join([*lines, "", text.strip()])
 
 
-def _options(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+def _options(group: str, config_name: str) -> list[str]:
+    paths = sorted((CONFIGS / group).glob("*.yaml"))
+    if group == "experiment":
+        paths = [path for path in paths if _is_recipe(path) == (config_name == "train")]
+    return [path.stem for path in paths]
+
+
+def _is_recipe(path: Path) -> bool:
+    """Whether a file of configs/experiment/ holds settings of train.py, and not a sweep of many runs."""
+    return "@package _global_" in path.read_text()
 
 
 def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
@@ -110,7 +119,7 @@ def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
     text = str(error)
     if unknown := re.search(r"Could not find '(\w+)/([^']+)'", text):
         group, value = unknown.groups()
-        return f"{group}={value} is unknown; choose one of: {', '.join(_options(group))}"
+        return f"{group}={value} is unknown; choose one of: {', '.join(_options(group, config_name))}"
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key = unknown.group(1)
         return f"{key}={_given(overrides, key)}: there is no such key{_nearest(config_name, key)}"
@@ -124,7 +133,7 @@ def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
 
 def _given(overrides: list[str], key: str) -> str:
     """What the command line says of a key."""
-    return next((word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith(f"{key}=")), "")
+    return next((word.split("=", 1)[1] for word in overrides[::-1] if word.lstrip("+").startswith(f"{key}=")), "")
 
 
 def _nearest(config_name: str, key: str) -> str:

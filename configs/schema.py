@@ -125,7 +125,58 @@ class ShowPositionConfig:
     out: str | None = None
 
 
+@dataclass
+class ReproduceConfig:
+    experiment: dict[str, Any] = MISSING
+    name: str | None = None
+    scale: str | None = None
+    fast: bool = MISSING
+    overrides: list[str] = MISSING
+    only: list[Any] = MISSING
+    gpus_per_run: int = MISSING
+    runs_at_once: Any = MISSING
+
+
+@dataclass
+class SweepConfig(ReproduceConfig):
+    plan: bool = MISSING
+    status: bool = MISSING
+
+
+@dataclass
+class BenchConfig:
+    directions: list[str] = MISSING
+    lengths: list[int] = MISSING
+    batch: int = MISSING
+    dtype: str = MISSING
+    repeats: int = MISSING
+    device: str = MISSING
+    threads: int | None = None
+    out: str = MISSING
+
+
+@dataclass
+class BenchAttentionConfig(BenchConfig):
+    backends: list[str] = MISSING
+    head_dims: list[int] = MISSING
+    n_head: int = MISSING
+    tau: float = MISSING
+
+
+@dataclass
+class BenchModelConfig(BenchConfig):
+    model: str = MISSING
+    positions: list[str] = MISSING
+    reference: str = MISSING
+    train_length: int = MISSING
+    peak_tflops: float | None = None
+
+
 SCHEMAS: dict[str, type] = {
+    "sweep": SweepConfig,
+    "reproduce": ReproduceConfig,
+    "bench_attention": BenchAttentionConfig,
+    "bench_model": BenchModelConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "show_position": ShowPositionConfig,

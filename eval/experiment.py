@@ -88,6 +88,11 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
     for key in ("scales", "axes", "seeds"):
         if not description[key]:
             raise ValueError(f"{label}: experiment.{key} is empty; give at least one")
+    for word in config["overrides"]:
+        if (key := word.lstrip("+").partition("=")[0]) in {*description["axes"], "seed", "run_dir"}:
+            raise ValueError(
+                f"overrides={word}: the sweep itself sets {key}; use experiment.axes, experiment.seeds or name"
+            )
     scales = description["scales"]
     scale = config["scale"] or next(iter(scales))
     if scale not in scales:

@@ -32,12 +32,9 @@ def read_metrics(run_dir: str | Path) -> "pd.DataFrame":
 
 def load_config(run_dir: str | Path) -> Any:
     """The config that a run was started with. Raises FileNotFoundError when the folder is not a run directory."""
-    from omegaconf import OmegaConf
+    from training.run_config import read_config
 
-    path = Path(run_dir) / "config.yaml"
-    if not path.exists():
-        raise FileNotFoundError(f"run_dir={run_dir} holds no config.yaml; give the folder of a run that train.py made")
-    return OmegaConf.load(path)
+    return read_config(Path(run_dir))
 
 
 def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
@@ -61,10 +58,16 @@ def load_run(run_dir: str | Path, device: "torch.device | str" = "cpu", step: in
 
     Raises FileNotFoundError when there is no such run or checkpoint, ValueError when the checkpoint is damaged.
     """
+    from omegaconf.errors import OmegaConfBaseException
+
     from training.checkpoint import load_weights
     from training.state import build_model
 
     config = load_config(run_dir)
-    model = build_model(config)
-    model.load_state_dict(load_weights(find_checkpoint(run_dir, step)))
+    weights = load_weights(find_checkpoint(run_dir, step))
+    try:
+        model = build_model(config)
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError, KeyError, AttributeError, OmegaConfBaseException) as error:
+        raise ValueError(f"{run_dir}/config.yaml does not fit the run's checkpoint ({type(error).__name__})") from error
     return model.to(device).eval(), config

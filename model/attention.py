@@ -32,10 +32,9 @@ class DotProduct(nn.Module):
         k: Float[Tensor, "B H T d"],
         v: Float[Tensor, "B H T d"],
         plan: Plan,
-        layer: int,
         backend: str = "auto",
     ) -> Float[Tensor, "B H T d"]:
-        return attend(plan.query(q, layer), plan.rotate(k), v, plan.transform, backend)
+        return attend(plan.query(q), plan.rotate(k), v, plan.transform, backend)
 
 
 CORES = {"none": DotProduct, "infini": InfiniAttention}
@@ -47,9 +46,9 @@ class CausalSelfAttention(nn.Module):
     q, k and v are separate matrices, because Muon orthogonalises each by itself.
     """
 
-    def __init__(self, width: int, geometry: Geometry, layer: int, core: Mapping[str, Any], backend: str = "auto"):
+    def __init__(self, width: int, geometry: Geometry, core: Mapping[str, Any], backend: str = "auto"):
         super().__init__()
-        self.n_head, self.layer, self.backend = geometry.n_head, layer, backend
+        self.n_head, self.backend = geometry.n_head, backend
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
@@ -61,7 +60,7 @@ class CausalSelfAttention(nn.Module):
         q = rms_norm(self._heads(self.query(x)))
         k = rms_norm(self._heads(self.key(x)))
         v = self._heads(self.value(x))
-        y = self.core(q, k, v, plan, self.layer, self.backend)
+        y = self.core(q, k, v, plan, self.backend)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Float[Tensor, "B T C"]) -> Float[Tensor, "B H T d"]:

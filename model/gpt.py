@@ -63,10 +63,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         core = config.position.get("core") or {}
-        self.attention = CausalSelfAttention(config.width, config.geometry, layer, core, config.attention)
+        self.attention = CausalSelfAttention(config.width, config.geometry, core, config.attention)
         self.mlp = MLP(config.width)
 
     def forward(self, x: Float[Tensor, "B T C"], plan: Plan) -> Float[Tensor, "B T C"]:
@@ -85,7 +85,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)])
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
         self.position = build_position(
             config.position,
@@ -117,6 +117,6 @@ class GPT(nn.Module):
         """What the output layer reads: the normalised residual stream after the last block."""
         plan = self.position.plan(tokens.shape[1])
         x = rms_norm(self.embedding(tokens))
-        for block in self.blocks:
-            x = block(x, plan)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, plan.at_layer(layer))
         return rms_norm(x)

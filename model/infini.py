@@ -45,13 +45,12 @@ class InfiniAttention(nn.Module):
         k: Float[Tensor, "B H T d"],
         v: Float[Tensor, "B H T d"],
         plan: Plan,
-        layer: int,
         backend: str = "auto",
     ) -> Float[Tensor, "B H T d"]:
         """q and k as they come out of QK-norm; the plan turns and scales them for the local part."""
         length = q.shape[2]
         segment = min(self.segment_length, length)
-        query, key = plan.query(q, layer), plan.rotate(k)
+        query, key = plan.query(q), plan.rotate(k)
         local = [_segments(x, segment) for x in (query, key, v)]  # "n B H S d"
         n, batch = local[0].shape[:2]
         query, key, value = (x.flatten(0, 1) for x in local)

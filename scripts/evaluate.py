@@ -26,6 +26,10 @@ def main(config: Any) -> None:
     check_choices(config)
     lengths = list(trained.validation.lengths if config.lengths is None else config.lengths)
     n_tokens = trained.validation.tokens if config.tokens is None else config.tokens
+    if not lengths or config.micro_batch_tokens < 1:
+        raise ValueError(
+            f"lengths={lengths} must hold one, micro_batch_tokens={config.micro_batch_tokens} be at least 1"
+        )
     for length in lengths:
         if length < 1 or n_tokens < 1 or n_tokens % length:
             raise ValueError(

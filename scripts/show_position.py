@@ -11,7 +11,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
 
 from configs.command import command
+from model.attention import CORES
 from model.position import Plan, build_position
+from model.position.scheme import fill_defaults
 
 
 @command("show_position")
@@ -26,6 +28,7 @@ def main(config: Any) -> None:
     scheme = build_position(
         config.position, head_dim=config.head_dim, n_head=config.n_head, train_length=config.train_length
     )
+    fill_defaults("core", CORES, config.position.core)
     plan = scheme.plan(config.length)
     if config.plot:
         from eval.figures import save_figure

@@ -182,7 +182,7 @@ def test_a_run_with_a_damaged_checkpoint_is_not_resumed(folder: Path, trained: P
     weights = folder / "run" / "checkpoints" / "step_000012" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     before = listing(folder)
-    assert str(weights) in refusal(train.main, tiny_words(folder), capsys)
+    assert str(weights) in refusal(train.main, tiny_words(folder, f"data.dir={trained / 'data'}"), capsys)
     assert listing(folder) == before
 
 
@@ -277,3 +277,29 @@ def test_processes_that_cannot_share_the_batch_are_refused_once(folder: Path):
     for part in ("2 processes", "3 rows", "train.tokens_per_step=96", "train.length=32"):
         assert part in errors[0]
     assert not (folder / "run").exists()
+
+
+def test_weights_that_are_not_finite_are_never_saved_nor_called_a_result(folder: Path, capsys: pytest.CaptureFixture):
+    words = tiny_words(folder, "optimizer.eps=0", "train.steps=3", "train.checkpoint_every=1", "validation.every=3")
+    assert run(train.main, words) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: the weights after step 1 are not finite; the last good checkpoint is None")
+    assert not (folder / "run" / "checkpoints").exists()
+    assert "NaN" not in (folder / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path, capsys: pytest.CaptureFixture):
+    (folder / "run").mkdir()
+    (folder / "run" / "thesis.tex").write_text("years of work")
+    before = listing(folder)
+    assert "holds thesis.tex but no config.yaml" in refusal(train.main, tiny_words(folder), capsys)
+    assert listing(folder) == before
+
+
+def test_an_error_that_only_one_process_knows_is_said_by_it(
+    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    line = refusal(train.main, tiny_words(folder, "device=cuda"), capsys)
+    assert "(process 1)" in line

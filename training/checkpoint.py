@@ -20,7 +20,15 @@ WEIGHTS, REST = "model.safetensors", "training.pt"
 
 
 def save_checkpoint(run_dir: Path, state: TrainState, keep: int = 2) -> Path:
-    """Writes checkpoints/step_<step>, then removes all but the newest `keep`."""
+    """Writes checkpoints/step_<step>, then removes all but the newest `keep`.
+
+    Raises ValueError, and writes nothing, when a weight is infinite or not a number.
+    """
+    if not all(parameter.isfinite().all() for parameter in state.model.parameters()):
+        raise ValueError(
+            f"the weights after step {state.step} are not finite; the last good checkpoint is "
+            f"{latest_checkpoint(run_dir)}; try lower rates in optimizer, in another run_dir"
+        )
     folder = checkpoint_path(run_dir, state.step)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -28,6 +36,7 @@ def save_checkpoint(run_dir: Path, state: TrainState, keep: int = 2) -> Path:
     tensors = {name: tensor.contiguous() for name, tensor in state.model.state_dict().items()}
     save_file(tensors, partial / WEIGHTS)
     torch.save(state.state_dict(), partial / REST)
+    (partial / WEIGHTS).chmod((partial / REST).stat().st_mode)  # safetensors leaves it readable by its owner alone
     for file in partial.iterdir():
         _flush(file)
     shutil.rmtree(folder, ignore_errors=True)
@@ -53,7 +62,9 @@ def restore_checkpoint(folder: Path, state: TrainState) -> None:
         ) from error
     try:
         state.load_state_dict(weights, rest)
-    except (RuntimeError, ValueError, KeyError) as error:
+        if state.step != checkpoint_step(folder):
+            raise ValueError(f"it holds step {state.step}")
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder} is not a checkpoint of this model and optimizer ({' '.join(str(error).split())[:200]}); start "
             "in another run_dir"

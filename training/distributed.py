@@ -3,7 +3,8 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -41,6 +42,20 @@ class Process:
         if self.world_size > 1:
             dist.barrier()
 
+    def on_main(self, action: Callable[[], object]) -> None:
+        """Runs `action` on the main process while the others wait; if it fails there, every process ends."""
+        failure = None
+        if self.is_main:
+            try:
+                action()
+            except Exception as error:
+                failure = error
+        failed = self.sum(torch.tensor(float(failure is not None), device=self.device)).item()
+        if failure is not None:
+            raise failure
+        if failed:
+            sys.exit(2)  # the main process says why
+
 
 def world_size() -> int:
     """The number of processes that torchrun started; 1 without it."""
@@ -58,7 +73,12 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
     Raises ValueError for device=cuda without one, or for more processes on a machine than it has CUDA devices.
     """
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    place = choose_device(device, local_rank)
+    try:
+        place = choose_device(device, local_rank)
+    except ValueError as error:
+        if rank:
+            error.add_note(f"(process {rank})")
+        raise
     if place.type == "cuda":
         torch.cuda.set_device(place)
     else:

@@ -1,5 +1,6 @@
 """What a run says: metrics.jsonl (one JSON object a line), log.txt, the terminal, and wandb where asked for."""
 
+import hashlib
 import json
 import logging
 import os
@@ -11,6 +12,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from tqdm import tqdm
+
+from training.distributed import Process
 
 METRICS = "metrics.jsonl"
 
@@ -24,14 +27,16 @@ class RunLog:
         run_dir: the run's folder, which exists.
         config: the run's config; wandb.mode says whether wandb hears of it too.
         step: the step that the run goes on from.
-        is_main: whether this process writes the files.
+        process: this process; only the main one writes.
     """
 
-    def __init__(self, run_dir: Path, config: Any, step: int, is_main: bool):
-        self.is_main = is_main
+    def __init__(self, run_dir: Path, config: Any, step: int, process: Process):
+        self._process = process
+        self.is_main = process.is_main
         self._open = ExitStack()
-        if not is_main:
-            return
+        process.on_main(lambda: self._start(run_dir, config, step))
+
+    def _start(self, run_dir: Path, config: Any, step: int) -> None:
         _keep_metrics(run_dir / METRICS, step)
         self._metrics = self._open.enter_context((run_dir / METRICS).open("a"))
         self._logger = _open_logger(run_dir / "log.txt", self._open)
@@ -68,10 +73,17 @@ class RunLog:
         if self.is_main:
             self._logger.info(text)
 
-    def failure(self, error: BaseException) -> None:
-        """The traceback, in log.txt."""
-        if self.is_main:
-            self._logger.debug("the run ended with an error", exc_info=error)
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Writes the traceback of an error into log.txt, and closes the files."""
+        if isinstance(error, Exception):
+            if self.is_main:
+                self._logger.debug("the run ended with an error", exc_info=error)
+            else:  # the command says on every process what only one of them may know
+                error.add_note(f"(process {self._process.rank})")
+        self.close()
 
     def close(self) -> None:
         self._open.close()
@@ -89,11 +101,14 @@ def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     metrics = []
-    for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):  # behind the last newline: empty or torn
+    lines = path.read_text(errors="replace").split("\n")[:-1]  # behind the last newline: empty or torn
+    for number, line in enumerate(lines, start=1):
         try:
             metrics.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line") from error
+        if not isinstance(metrics[-1], dict) or not isinstance(metrics[-1].get("step"), int):
+            raise ValueError(f"{path}, line {number} is no object with a step; remove that line")
     return metrics
 
 
@@ -121,14 +136,18 @@ def _start_wandb(config: Any, run_dir: Path) -> Any:
     if config.wandb.mode == "disabled":
         return None
     import wandb  # takes a second to import, so only where it is used
+    from wandb.errors import Error as WandbError
 
-    return wandb.init(
-        mode=config.wandb.mode,
-        project=config.wandb.project,
-        group=config.wandb.group,
-        name=run_dir.name,
-        id=f"{run_dir.name}-{config.seed}",
-        resume="allow",
-        dir=str(run_dir),
-        config=OmegaConf.to_container(config),  # pyright: ignore[reportArgumentType]
-    )
+    try:
+        return wandb.init(
+            mode=config.wandb.mode,
+            project=config.wandb.project,
+            group=config.wandb.group,
+            name=run_dir.name,
+            id=hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16],  # one run a folder
+            resume="allow",
+            dir=str(run_dir),
+            config=OmegaConf.to_container(config),  # pyright: ignore[reportArgumentType]
+        )
+    except WandbError as error:
+        raise ValueError(f"wandb.mode={config.wandb.mode}: {error}; use wandb.mode=offline or disabled") from error

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from model.attention import CORES
 from model.position.scheme import SLOTS, fill_defaults
+from training.log import METRICS, read_metrics_lines
 
 # What may change when a run is resumed, because it does not change the results (but for rounding).
 FREE = (
-    *("run_dir", "device", "precision", "compile", "attention", "wandb", "data.dir"),
+    *("run_dir", "device", "precision", "compile", "attention", "wandb"),
     *("train.micro_batch_tokens", "train.checkpoint_every", "train.keep_checkpoints"),
 )
 CONFIG = "config.yaml"
@@ -33,11 +36,39 @@ def write_config(run_dir: Path, config: Any) -> None:
     os.replace(partial, run_dir / CONFIG)
 
 
-def check_same_run(run_dir: Path, config: Any) -> None:
-    """Raises ValueError, naming the first key that differs, when `config` is not the run that run_dir holds."""
+def read_config(run_dir: Path) -> DictConfig:
+    """The config that a run was started with.
+
+    Raises FileNotFoundError when the folder is not a run directory, ValueError when its config.yaml is damaged.
+    """
+    path = run_dir / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"run_dir={run_dir} holds no {CONFIG}; give the folder of a run that train.py made")
+    try:
+        config = OmegaConf.load(path)
+        OmegaConf.resolve(config)
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}); start in another run_dir") from error
+    if not isinstance(config, DictConfig) or not {"model", "position", "train", "data"} <= set(config):
+        raise ValueError(f"{path} is not the config of a training run; start in another run_dir")
+    return config
+
+
+def check_run_dir(run_dir: Path, config: Any) -> None:
+    """Raises ValueError when run_dir holds anything but nothing, or this very run.
+
+    Names the first key that differs from the run's config.yaml, a strange file, or a damaged line of its metrics.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir={run_dir} is a file; choose a folder")
     if not (run_dir / CONFIG).exists():
-        raise ValueError(f"run_dir={run_dir} has checkpoints but no {CONFIG}; start in another run_dir")
-    if difference := first_difference(OmegaConf.load(run_dir / CONFIG), explicit(config)):
+        # child.log is a sweep's, and a first start may have been cut while it wrote its config
+        strangers = [path.name for path in run_dir.glob("*") if path.name not in ("child.log", CONFIG + ".partial")]
+        if strangers:
+            raise ValueError(f"run_dir={run_dir} holds {min(strangers)} but no {CONFIG}; choose another run_dir")
+        return
+    read_metrics_lines(run_dir / METRICS)
+    if difference := first_difference(read_config(run_dir), explicit(config)):
         key, was, now = difference
         raise ValueError(
             f"{key}={now}, but run_dir={run_dir} was started with {key}={was}; go on with that, or start in another "

@@ -1,7 +1,7 @@
 """What a position scheme gives to attention: data, never a kernel."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Float64
@@ -79,7 +79,13 @@ class Plan:
         rotated = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
         return torch.cat(rotated, dim=-1).to(x.dtype)
 
-    def query(self, q: Float[Tensor, "B H T d"], layer: int) -> Float[Tensor, "B H T d"]:
+    def at_layer(self, layer: int) -> "Plan":
+        """The plan that one layer sees: of the query scales only its own, so that all layers run the same code."""
+        if self.query_scale is None:
+            return self
+        return replace(self, query_scale=self.query_scale[layer : layer + 1])
+
+    def query(self, q: Float[Tensor, "B H T d"], layer: int = 0) -> Float[Tensor, "B H T d"]:
         """s * temperature * R q of one layer: everything of the equation that depends on the query alone."""
         q = self.rotate(q)
         if self.query_scale is not None:

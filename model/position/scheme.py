@@ -6,6 +6,7 @@
 """
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,6 +147,8 @@ def _check_type(key: str, value: Any, annotation: Any) -> None:
     is_bool = isinstance(value, bool) and annotation is not bool  # which Python counts among the whole numbers
     if annotation in numbers and (is_bool or not isinstance(value, accepted)):
         raise ValueError(f"{key}={value} must be {numbers[annotation]}")
+    if annotation is float and not math.isfinite(value):
+        raise ValueError(f"{key}={value} must be finite")
 
 
 def build_kind(slot: str, kinds: Mapping[str, Any], given: Mapping[str, Any] | None, geometry: Geometry) -> Any:

@@ -102,13 +102,19 @@ def test_runs_are_the_product_of_the_axes_then_the_seeds():
         ({}, "tiny", "train.steps=9"),
         ({"fast": True}, "tiny-fast", "train.steps=1"),
         ({"scale": "proxy"}, "proxy/tiny", "train.steps=3"),
-        ({"name": "other", "overrides": ["seed=7"]}, "other", "seed=7"),
+        ({"name": "other", "overrides": ["model=162m"]}, "other", "model=162m"),
     ],
 )
 def test_scale_fast_and_name_choose_folder_and_arguments(settings, folder, last_argument):
     experiment = read_experiment(description(**settings))
     assert (experiment.folder, experiment.shared[-1]) == (folder, last_argument)
     assert experiment.results == Path("results", folder)
+
+
+@pytest.mark.parametrize("word", ["seed=7", "position=nope", "+run_dir=x"])
+def test_an_override_of_what_the_sweep_sets_is_refused(word):
+    with pytest.raises(ValueError, match=r"overrides=.* the sweep itself sets "):
+        read_experiment(description(overrides=[word]))
 
 
 @pytest.mark.parametrize(

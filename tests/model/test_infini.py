@@ -54,7 +54,7 @@ def test_memory_and_gate_follow_the_recurrence_at_any_length(length: int, update
     plan = position.plan(length)
     pieces = zip(*(x.split(SEGMENT, dim=2) for x in (plan.query(q, 0), plan.rotate(k), v)), strict=True)
     local = torch.cat([attend(query, key, value, plan.transform, "dense") for query, key, value in pieces], dim=2)
-    got = core(q, k, v, plan, 0).detach().numpy()
+    got = core(q, k, v, plan).detach().numpy()
     for b in range(q.shape[0]):
         for h in range(H):
             arrays = [x[b, h].double().numpy() for x in (q, k, v, local)]
@@ -67,7 +67,7 @@ def test_first_segment_with_a_closed_gate_is_plain_attention() -> None:
     q, k, v = draw(SEGMENT)
     plan = position.plan(SEGMENT)
     plain = attend(plan.query(q, 0), plan.rotate(k), v, plan.transform, "dense")
-    torch.testing.assert_close(core(q, k, v, plan, 0), plain, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(core(q, k, v, plan), plain, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("update", ["linear", "delta"])
@@ -75,7 +75,7 @@ def test_no_output_depends_on_a_later_token_in_any_segment(update: str) -> None:
     core, position = build(update)
     length = 3 * SEGMENT + 5
     q, k, v = (x.requires_grad_() for x in draw(length, batch=1))
-    out = core(q, k, v, position.plan(length), 0)
+    out = core(q, k, v, position.plan(length))
     for i in (0, SEGMENT - 1, SEGMENT, 2 * SEGMENT + 3, length - 2):
         gradients = torch.autograd.grad(out[:, :, i].sum(), (q, k, v), retain_graph=True)
         for gradient in gradients:
