@@ -117,6 +117,8 @@ def _is_recipe(path: Path) -> bool:
 def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
     """One line out of Hydra's several."""
     text = str(error)
+    if isinstance(error, TypeError):  # Hydra's own, for a list where a name should be
+        return f"can't read {' '.join(overrides)}: a group takes one name, such as position=rope"
     if unknown := re.search(r"Could not find '(\w+)/([^']+)'", text):
         group, value = unknown.groups()
         return f"{group}={value} is unknown; choose one of: {', '.join(_options(group, config_name))}"

@@ -93,6 +93,9 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
             raise ValueError(
                 f"overrides={word}: the sweep itself sets {key}; use experiment.axes, experiment.seeds or name"
             )
+    name = config["name"]
+    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
+        raise ValueError(f"name={name} must be the name of one folder, such as name=trial")
     scales = description["scales"]
     scale = config["scale"] or next(iter(scales))
     if scale not in scales:

@@ -111,6 +111,12 @@ def test_scale_fast_and_name_choose_folder_and_arguments(settings, folder, last_
     assert experiment.results == Path("results", folder)
 
 
+@pytest.mark.parametrize("name", ["../../x", "a/b", "/tmp", ".."])
+def test_a_name_that_leaves_its_folder_is_refused(name):
+    with pytest.raises(ValueError, match=r"name=.* must be the name of one folder"):
+        read_experiment(description(name=name))
+
+
 @pytest.mark.parametrize("word", ["seed=7", "position=nope", "+run_dir=x"])
 def test_an_override_of_what_the_sweep_sets_is_refused(word):
     with pytest.raises(ValueError, match=r"overrides=.* the sweep itself sets "):
