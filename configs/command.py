@@ -50,8 +50,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
     """Turns `main(config)` into a command: composes `configs/<config_name>.yaml` from the words of the command line.
 
     A ValueError or an OSError (a user's mistake, a damaged file, a full disk) ends the process with exit code 2 and one
-    line on stderr; HYDRA_FULL_ERROR=1 shows the traceback instead. Any other exception is
-    a bug and keeps its traceback.
+    line on stderr; HYDRA_FULL_ERROR=1 shows the traceback instead. Any other exception is a bug, with its traceback.
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:

@@ -19,6 +19,9 @@ from data.shards import count_tokens, read_shard
 Rows = tuple[Int64[Tensor, "rows length"], Int64[Tensor, "rows length"]]
 
 
+SCANNED_AT_ONCE = 1 << 22  # tokens
+
+
 class TokenStream:
     """Shards read one after the other as one sequence of `len(stream)` tokens.
 
@@ -69,6 +72,11 @@ class TokenStream:
             start, count = start + part.size, count - part.size
         return np.concatenate(parts)
 
+    def check_vocabulary(self) -> None:
+        """Reads every id once, and raises ValueError naming file and token where one is outside the vocabulary."""
+        for start in range(0, len(self), SCANNED_AT_ONCE):
+            self.read(start, min(SCANNED_AT_ONCE, len(self) - start))
+
     def _check_vocabulary(self, path: Path, first: int, ids: np.ndarray) -> None:
         if self.vocab_size is not None and ids.max() >= self.vocab_size:
             index = int((ids >= self.vocab_size).argmax())
@@ -82,8 +90,9 @@ def open_split(data_dir: str | Path, split: str, vocab_size: int | None = None) 
     """The stream of `*_<split>_*.bin` in a prepared folder, by name; `split` is `train` or `val`.
 
     Where the folder has a manifest, its files' sizes and token counts are compared with it, and its tokenizer's
-    vocabulary with `vocab_size`. Raises FileNotFoundError for a missing folder, split or listed file, and ValueError
-    for a mismatch.
+    vocabulary with `vocab_size`; without one, every id is read once and compared.
+
+    Raises FileNotFoundError for a missing folder, split or listed file, and ValueError for a mismatch.
     """
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
@@ -99,7 +108,10 @@ def open_split(data_dir: str | Path, split: str, vocab_size: int | None = None) 
         raise FileNotFoundError(
             f"data.dir={data_dir}: no *_{split}_*.bin in it; make them: {_prepare_command(data_dir)}"
         )
-    return TokenStream(paths, vocab_size)
+    stream = TokenStream(paths, vocab_size)
+    if vocab_size is not None and not (manifest and "vocab_size" in manifest):
+        stream.check_vocabulary()  # nothing else tells, and a run should not find out in the middle
+    return stream
 
 
 class TrainBatches:

@@ -43,7 +43,7 @@ class RunLog:
         self._wandb = _start_wandb(config, run_dir)
         if self._wandb is not None:
             self._open.callback(self._wandb.finish)
-        per_step, self._length = config.train.tokens_per_step, config.train.length
+        per_step = config.train.tokens_per_step
         self._bar = self._open.enter_context(
             tqdm(
                 total=config.train.steps * per_step,

@@ -32,7 +32,6 @@ class PositionScheme(nn.Module):
 
     def __init__(self, config: Mapping[str, Any], geometry: Geometry):
         super().__init__()
-        self.train_length = geometry.train_length
         self.rotary: rotary.NoRotation = build_kind("rotary", SLOTS["rotary"], config.get("rotary"), geometry)
         self.query_scale: nn.Module = build_kind(
             "query_scale", SLOTS["query_scale"], config.get("query_scale"), geometry
