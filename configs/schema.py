@@ -37,6 +37,7 @@ class Data:
     name: str = MISSING
     dir: str = MISSING
     repeat: bool = False
+    shuffle_seed: int | None = None
 
 
 @dataclass
