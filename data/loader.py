@@ -73,11 +73,16 @@ class TokenStream:
             start += part.size
             shard += 1
 
+    def chunks(self, start: int = 0, end: int | None = None) -> Iterator[np.ndarray]:
+        """`parts` of [start, end), no longer than 4 million tokens each, so that not even a whole shard is resident."""
+        end = len(self) if end is None else end
+        for first in range(start, end, SCANNED_AT_ONCE):
+            yield from self.parts(first, min(SCANNED_AT_ONCE, end - first))
+
     def check_vocabulary(self) -> None:
         """Reads every id once, and raises ValueError naming file and token where one is outside the vocabulary."""
-        for start in range(0, len(self), SCANNED_AT_ONCE):
-            for _ in self.parts(start, min(SCANNED_AT_ONCE, len(self) - start)):
-                pass  # to pass them on is to check them
+        for _ in self.chunks():
+            pass  # to pass them on is to check them
 
     def _check_ids(self, path: Path, first: int, ids: np.ndarray) -> None:
         if self.vocab_size is not None and ids.max() >= self.vocab_size:
