@@ -236,8 +236,8 @@ def validation_batches(
 ) -> Iterator[Rows]:
     """Rows of `length` over the first n_tokens tokens: row r is the tokens [r T, (r + 1) T), targets one further.
 
-    Each length so covers the same tokens. The batches do not depend on the number of processes: rank k takes batches
-    k, k + world_size, ...; the last one may be smaller. A thread reads a batch while the one before it is in use.
+    Each length so covers the same tokens. The batches are the same for any number of processes: rank k takes those of
+    index k, k + world_size, ...; the last one may be smaller. A thread reads one while the one before it is in use.
     Raises ValueError, before the first batch, if length doesn't divide n_tokens or the stream is too short.
     """
     if length < 1 or n_tokens < 1 or n_tokens % length:
