@@ -35,8 +35,10 @@ def main(config: Any) -> None:
     with start_process(config.device, config.precision) as process:
         with process.together():
             batches, validation = open_data(config, process)
-            if config.attention == "flex" and process.device.type == "cpu":
-                raise ValueError("attention=flex has no gradients on a CPU; use attention=auto or blockwise")
+            if config.attention.startswith("flex") and process.device.type == "cpu":
+                raise ValueError(
+                    f"attention={config.attention} has no gradients on a CPU; use attention=auto or blockwise"
+                )
             check_run_dir(run_dir, config)
             config.wandb.id = wandb_id(run_dir, config)
             state = build_state(config, process.device)

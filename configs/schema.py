@@ -161,10 +161,11 @@ class BenchConfig:
 
 @dataclass
 class BenchAttentionConfig(BenchConfig):
+    positions: list[str] = MISSING
     backends: list[str] = MISSING
     head_dims: list[int] = MISSING
     n_head: int = MISSING
-    tau: float = MISSING
+    train_length: int = MISSING
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Speed and memory, as ratios within one run: python scripts/bench.py KIND key=value ...
 
-KIND attention: the backends against SDPA's plain causal attention. KIND model: a model under each position scheme
-against one of them. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
+KIND attention: backends and position schemes against SDPA's plain causal attention. KIND model: a model under each
+position scheme against one of them. Prints a table and writes results/bench/KIND.json:
+{"machine": {...}, "rows": [...]}.
 """
 
 import json
@@ -18,7 +19,7 @@ from configs.command import command, compose
 def bench_attention(config: Any) -> dict[str, Any]:
     from eval.bench_attention import bench_attention as measure  # here, so that --help does not wait for torch
 
-    return measure(config)
+    return measure(config, {name: compose("train", [f"position={name}"]).position for name in config.positions})
 
 
 def bench_model(config: Any) -> dict[str, Any]:
