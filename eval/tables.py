@@ -177,11 +177,8 @@ def to_json(table: Table) -> str:
 def _grid(table: Table, bold: str, error: str) -> list[list[str]]:
     """The cells of header and rows, marked up."""
     with_published = any(row.published for row in table.rows.values())
-    header = [
-        "",
-        *table.columns,
-        *(f"published {column} (ours - published)" for column in table.columns * with_published),
-    ]
+    beside = table.columns if with_published else []
+    header = ["", *table.columns, *(f"published {column} (ours minus it)" for column in beside)]
     best = [_lowest(values) for values in zip(*(row.mean for row in table.rows.values()), strict=True)]
     grid = [header]
     for row in table.rows.values():
