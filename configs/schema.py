@@ -63,6 +63,7 @@ class Train:
     tokens_per_step: int = MISSING
     steps: int = MISSING
     micro_batch_tokens: int = MISSING
+    activation_checkpointing: bool = MISSING
     checkpoint_every: int = MISSING
     keep_checkpoints: int = MISSING
 
