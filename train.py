@@ -116,7 +116,8 @@ def train(
             validate()
         if state.step % config.train.checkpoint_every == 0 or state.step == steps or stopping:
             # after validation: a run with its last checkpoint has all its metrics
-            process.on_main(lambda: save_checkpoint(run_dir, state, config.train.keep_checkpoints))
+            rest = state.state_dict()  # made by all processes together: each has the momentum of its own matrices
+            process.on_main(lambda rest=rest: save_checkpoint(run_dir, state, config.train.keep_checkpoints, rest))
         if stopping and state.step < steps:
             log.info(f"stopped by a signal after step {state.step}; the same command goes on from there")
             sys.exit(128 + (stop.number or signal.SIGTERM))

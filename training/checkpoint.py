@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,8 +20,10 @@ from training.state import TrainState
 WEIGHTS, REST = "model.safetensors", "training.pt"
 
 
-def save_checkpoint(run_dir: Path, state: TrainState, keep: int = 2) -> Path:
+def save_checkpoint(run_dir: Path, state: TrainState, keep: int = 2, rest: dict[str, Any] | None = None) -> Path:
     """Writes checkpoints/step_<step>, then removes all but the newest `keep`.
+
+    `rest` is `state.state_dict()` where several processes had to make it together.
 
     Raises ValueError, and writes nothing, when a weight is infinite or not a number.
     """
@@ -35,7 +38,7 @@ def save_checkpoint(run_dir: Path, state: TrainState, keep: int = 2) -> Path:
     partial.mkdir(parents=True)
     tensors = {name: tensor.contiguous() for name, tensor in state.model.state_dict().items()}
     save_file(tensors, partial / WEIGHTS)
-    torch.save(state.state_dict(), partial / REST)
+    torch.save(rest or state.state_dict(), partial / REST)
     (partial / WEIGHTS).chmod((partial / REST).stat().st_mode)  # safetensors leaves it readable by its owner alone
     for file in partial.iterdir():
         _flush(file)

@@ -19,7 +19,7 @@ class TrainState:
     step: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model's tensors: plain numbers, lists and tensors."""
+        """Everything but the model's tensors: plain numbers, lists and tensors. Called on every process at once."""
         return {"step": self.step, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, model: dict[str, Tensor], rest: dict[str, Any]) -> None:
