@@ -173,11 +173,32 @@ class BenchModelConfig(BenchConfig):
     peak_tflops: float | None = None
 
 
+@dataclass
+class BenchCase:
+    model: str = MISSING
+    length: int = MISSING
+    batch: int = MISSING
+
+
+@dataclass
+class BenchTrainConfig:
+    cases: list[BenchCase] = MISSING
+    positions: list[str] = MISSING
+    peers: list[str] = MISSING
+    dtypes: list[str] = MISSING
+    repeats: int = MISSING
+    device: str = MISSING
+    threads: int | None = None
+    peak_tflops: float | None = None
+    out: str = MISSING
+
+
 SCHEMAS: dict[str, type] = {
     "sweep": SweepConfig,
     "reproduce": ReproduceConfig,
     "bench_attention": BenchAttentionConfig,
     "bench_model": BenchModelConfig,
+    "bench_train": BenchTrainConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "show_position": ShowPositionConfig,

@@ -10,18 +10,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from model.gpt import GPT
+from training.distributed import fast_bf16
 
 # Coefficients of the quintic iteration: they push every singular value towards 1 fast, without converging exactly.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(matrices: Float[Tensor, "n rows cols"], steps: int = 5) -> Float[Tensor, "n rows cols"]:
-    """U V^T of each matrix U S V^T, roughly: `steps` Newton-Schulz iterations in bf16.
+    """U V^T of each matrix U S V^T, roughly: `steps` Newton-Schulz iterations, in bf16 where the device is fast at it.
 
     X <- a X + (b A + c A^2) X with A = X X^T, from X = G / |G|; singular values end between about 0.7 and 1.2.
     """
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16()
+    x = matrices.to(_fast_dtype(matrices.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     if tall := x.shape[-2] > x.shape[-1]:  # the smaller of X X^T and X^T X
         x = x.mT
@@ -29,6 +30,10 @@ def orthogonalise(matrices: Float[Tensor, "n rows cols"], steps: int = 5) -> Flo
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def _fast_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if fast_bf16(device) else torch.float32
 
 
 class Muon(torch.optim.Optimizer):
@@ -131,7 +136,8 @@ def _gather(updates: dict[Tensor, Tensor], shared: list[tuple[Tensor, int]]) -> 
     for parameter, owner in shared:
         places.append((parameter, owner, slice(sizes[owner], sizes[owner] + parameter.numel())))
         sizes[owner] += parameter.numel()
-    mine = torch.zeros(max(sizes), dtype=torch.bfloat16, device=shared[0][0].device)
+    device = shared[0][0].device
+    mine = torch.zeros(max(sizes), dtype=_fast_dtype(device), device=device)
     for parameter, owner, place in places:
         if owner == _rank():
             mine[place] = updates[parameter].flatten()
@@ -168,8 +174,7 @@ def build_optimizers(model: GPT, config: Any) -> list[torch.optim.Optimizer]:
     scheme = [*model.position.parameters(), *(parameter for parameter in inside if parameter.ndim != 2)]
     if learned := [parameter for parameter in scheme if parameter.requires_grad]:
         groups.append({"params": learned, "lr": config.position_lr})
-    cuda = model.output.weight.is_cuda
-    adam = torch.optim.Adam(groups, betas=tuple(config.betas), eps=config.eps, fused=cuda)
+    adam = torch.optim.Adam(groups, betas=tuple(config.betas), eps=config.eps, fused=True)
     for optimizer in (muon, adam):
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
