@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -53,6 +54,24 @@ class GPTConfig:
         )
 
 
+class SquaredReLULinear(torch.autograd.Function):
+    """relu(x)^2 W^T; keeps relu(x) for the backward pass and makes its square again, which is as wide."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive, weight)
+        return F.linear(positive.square(), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grad_outputs
+        positive, weight = ctx.saved_tensors
+        d_weight = grad.flatten(0, -2).mT @ positive.square().flatten(0, -2)
+        d_x = (grad @ weight.to(grad.dtype)).mul_(positive).mul_(2)
+        return d_x, d_weight.to(weight.dtype)
+
+
 class MLP(nn.Module):
     """relu(x W_up)^2 W_down, four times as wide inside."""
 
@@ -63,7 +82,7 @@ class MLP(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, x: Float[Tensor, "B T C"]) -> Float[Tensor, "B T C"]:
-        return self.down(self.up(x).relu().square())
+        return SquaredReLULinear.apply(self.up(x), self.down.weight)
 
 
 class Block(nn.Module):
