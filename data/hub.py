@@ -33,7 +33,6 @@ READ_TIMEOUT = 30.0
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 FETCHES = 3  # of a file that arrives damaged
 SHA256 = re.compile("[0-9a-f]{64}")
-CHUNK_BYTES = 1 << 20
 PART = ".part"
 
 
@@ -173,10 +172,11 @@ class Hub:
             if not goes_on:  # the server sends the whole file
                 self._advance(bar, -have)
             with part.open("ab" if goes_on else "wb") as file:
-                for chunk in response.iter_bytes(CHUNK_BYTES):
+                for chunk in response.iter_raw():
                     if self._stop.is_set():
                         raise Stopped
                     file.write(chunk)
+                    file.flush()  # what has come is kept, however this process ends
                     self._advance(bar, len(chunk))
         if remote.size is not None and _size(part) < remote.size:
             raise httpx2.RemoteProtocolError(f"{_size(part)} of {remote.size} bytes came")

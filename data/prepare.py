@@ -224,7 +224,7 @@ def _grow(folder: Path, arguments: dict[str, Any], build: Callable[[Path, Any], 
             shutil.rmtree(grown)
             raise
         finally:
-            if grown.exists() and not (grown / PROGRESS).exists():
+            if grown.exists() and {path.name for path in grown.iterdir()} <= {LOCK, PROGRESS}:
                 shutil.rmtree(grown)
     return Prepared(folder, manifest, fresh=True)
 

@@ -18,7 +18,7 @@ class HubServer(ThreadingHTTPServer):
     """Serves `files` of data sets: {(repo, name): content}; `requests` lists (method, repo/name, range).
 
     `faults` are taken one at a time, by method and name: (status, headers) instead of the file, a number of bytes
-    after which the connection breaks, or "corrupt", for a first and a last byte that are wrong.
+    after which the connection breaks, ("stall", bytes) where no more come, or "corrupt" for two wrong bytes.
     """
 
     daemon_threads = True
@@ -29,6 +29,7 @@ class HubServer(ThreadingHTTPServer):
         self.faults: dict[tuple[str, str], list[Any]] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.sent: Counter[str] = Counter()
+        self.stopped = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -80,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
             missing = "EntryNotFound" if any(known == repo for known, _ in self.server.files) else "RepoNotFound"
             return self._send(404, {"X-Error-Code": missing, "X-Repo-Commit": COMMIT})
         fault = self.server.fault(self.command, name)
-        if isinstance(fault, tuple):
+        if isinstance(fault, tuple) and fault[0] != "stall":
             return self._send(fault[0], fault[1])
         sha256 = hashlib.sha256(content).hexdigest()
         headers = {"ETag": f'"{sha256}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
@@ -99,8 +100,13 @@ class Handler(BaseHTTPRequestHandler):
             part = bytes([part[0] ^ 1]) + part[1:-1] + bytes([part[-1] ^ 1])
         if isinstance(fault, int):
             part, self.close_connection = part[:fault], True
+        stalls = isinstance(fault, tuple)
+        if stalls:
+            part = part[: fault[1]]
         self.server.sent[name] += len(part)
         self.wfile.write(part)
+        if stalls:
+            self.server.stopped.wait()
         return None
 
     def _api(self, repo: str, rest: str, body: bytes) -> None:
@@ -147,6 +153,7 @@ def hub_server() -> Iterator[HubServer]:
     try:
         yield server
     finally:
+        server.stopped.set()
         server.shutdown()
         server.server_close()
         thread.join()
