@@ -104,25 +104,35 @@ def tokenize(
 
 
 def encode_in_order(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Batch, Encoded]]:
-    """Each batch with its tokens, in order; a bounded amount of text is in memory."""
+    """Each batch with its tokens, in order; a bounded amount of text is in memory.
+
+    Where reading fails, what was read before it still comes, so that as little as possible need be read again.
+    """
     pending: deque[tuple[Batch, Future[Encoded], int]] = deque()
     allowed = BATCHES_AHEAD * BATCH_CHARACTERS * workers
     ahead = 0
+    failure: Exception | None = None
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:
-            for batch in batches:
-                size = sum(len(piece.text) + 1 for piece in batch.pieces)
-                pending.append((batch, pool.submit(encode, batch.pieces, tokenizer), size))
-                ahead += size
-                while ahead > allowed:
+            while True:
+                try:
+                    batch = next(batches, None)
+                except Exception as error:
+                    batch, failure = None, error
+                if batch is not None:
+                    size = sum(len(piece.text) + 1 for piece in batch.pieces)
+                    pending.append((batch, pool.submit(encode, batch.pieces, tokenizer), size))
+                    ahead += size
+                while pending and (batch is None or ahead > allowed):
                     first, future, size = pending.popleft()
                     ahead -= size
                     yield first, future.result()
-            while pending:
-                first, future, _ = pending.popleft()
-                yield first, future.result()
+                if batch is None:
+                    break
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+    if failure is not None:
+        raise failure
 
 
 def encode(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Encoded:

@@ -325,7 +325,7 @@ KILLER = """
         if (child := os.fork()) == 0:
             before()
             sys.stderr = open(os.devnull, "w")
-            prepare.prepare("text", out, "bytes", path, shard_tokens=10_000, workers=2, **arguments)
+            prepare.prepare("text", out, "bytes", path, shard_tokens=5000, workers=2, **arguments)
             os._exit(0)
         return child
 
@@ -371,8 +371,8 @@ KILLER = """
 @pytest.mark.parametrize("how", ["random", "at a rename"])
 @pytest.mark.parametrize("split", [{"val_tokens": 25_000}, {"val_every": 7}, {}])
 def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(long_texts, tmp_path, how, split):
-    whole = prepare("text", tmp_path / "whole", "bytes", long_texts, shard_tokens=10_000, **split)
-    assert len(whole.manifest["files"]) > 30
+    whole = prepare("text", tmp_path / "whole", "bytes", long_texts, shard_tokens=5000, **split)
+    assert len(whole.manifest["files"]) > 50
     words = [how, long_texts, tmp_path / "killed", *(f"{key}={value}" for key, value in split.items())]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLER), *map(str, words)],

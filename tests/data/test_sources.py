@@ -115,11 +115,11 @@ def test_long_documents_come_in_pieces_that_make_them_up(mixed):
 
 def test_reading_goes_on_from_every_position_that_a_batch_names(mixed):
     whole = list(Files(text_files(mixed)).batches())
-    starts = [(k, batch) for k, batch in enumerate(whole) if batch.start is not None]
+    starts = [(k, batch.start) for k, batch in enumerate(whole) if batch.start is not None]
     assert len(starts) > 30
-    assert {batch.start["file"] for _, batch in starts} >= {0, 2, 4, 5, 6}
-    for k, batch in starts:
-        position = json.loads(json.dumps(batch.start))
+    assert {start["file"] for _, start in starts} >= {0, 2, 4, 5, 6}
+    for k, start in starts:
+        position = json.loads(json.dumps(start))
         assert list(Files(text_files(mixed)).batches(position)) == whole[k:]
 
 
