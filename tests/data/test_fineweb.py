@@ -227,7 +227,7 @@ def command(server_url, *words, **environment):
     return {
         "args": [sys.executable, "scripts/prepare_data.py", *map(str, words)],
         "cwd": ROOT,
-        "env": {**os.environ, "HF_ENDPOINT": server_url, "USE_TORCH": "0", **environment},
+        "env": {**os.environ, "HF_ENDPOINT": server_url, "USE_TORCH": "0", "HF_UPDATE_DOWNLOAD_COUNTS": "0", **environment},
         "stderr": subprocess.PIPE,
         "stdout": subprocess.PIPE,
         "text": True,
