@@ -172,11 +172,21 @@ class BenchModelConfig(BenchConfig):
     peak_tflops: float | None = None
 
 
+@dataclass
+class BenchTokenizeConfig:
+    workers: list[int] = MISSING
+    copies: int = MISSING
+    document_characters: int = MISSING
+    repeats: int = MISSING
+    out: str = MISSING
+
+
 SCHEMAS: dict[str, type] = {
     "sweep": SweepConfig,
     "reproduce": ReproduceConfig,
     "bench_attention": BenchAttentionConfig,
     "bench_model": BenchModelConfig,
+    "bench_tokenize": BenchTokenizeConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "show_position": ShowPositionConfig,

@@ -137,12 +137,11 @@ def text_files(path: str | Path) -> list[Path]:
 
 def document_pieces(text: str, repaired: bool) -> Iterator[Piece]:
     """A document in pieces; one without a visible character is one empty piece."""
-    text, replaced = LONE_SURROGATE.subn("\ufffd", text)
     if not text.strip():
         yield Piece("", starts_document=True, repaired=False)
         return
     for index, part in enumerate(cut(text)):
-        yield Piece(part, starts_document=index == 0, repaired=repaired or replaced > 0)
+        yield Piece(part, starts_document=index == 0, repaired=repaired)
 
 
 def binary_texts(column: pa.Array | pa.ChunkedArray) -> list[bytes | None]:
@@ -196,8 +195,9 @@ def _read_jsonl(path: Path, at: int) -> Iterator[Read]:
             for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), start=1):  # pyright: ignore[reportArgumentType]
                 if number <= at or not line.strip():
                     continue
-                text, repaired = decode(line)
-                for index, piece in enumerate(document_pieces(_field_text(path, number, text), repaired)):
+                line, repaired = decode(line)
+                text, replaced = _replace_surrogates(_field_text(path, number, line))
+                for index, piece in enumerate(document_pieces(text, repaired or replaced)):
                     yield number - 1 if index == 0 else None, piece, source.tell()
         except OSError as error:
             raise ValueError(f"{path}: unreadable after line {number}: {error}") from error
@@ -218,6 +218,15 @@ def _field_text(path: Path, number: int, line: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise ValueError(f'{path}: line {number} has no string in the field "text"')
     return record["text"]
+
+
+def _replace_surrogates(text: str) -> tuple[str, bool]:
+    """JSON can spell lone surrogates, which UTF-8 can't."""
+    try:
+        text.encode()  # many times faster than to search
+        return text, False
+    except UnicodeEncodeError:
+        return LONE_SURROGATE.sub("\ufffd", text), True
 
 
 def _read_parquet(path: Path, at: int) -> Iterator[Read]:

@@ -70,14 +70,14 @@ class GPT2Tokenizer:
     end_of_text = 50256
 
     def __init__(self) -> None:
-        self._encoding = _gpt2_encoding()
+        self.encoding = _gpt2_encoding()
 
     def encode(self, text: str) -> np.ndarray:
         # Releases the interpreter's lock, so that threads encode side by side.
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._encoding.decode(_checked(ids, self), errors="replace")
+        return self.encoding.decode(_checked(ids, self), errors="replace")
 
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": BytesTokenizer, "gpt2": GPT2Tokenizer}

@@ -1,7 +1,8 @@
 """Speed and memory, as ratios within one run: python scripts/bench.py KIND key=value ...
 
 KIND attention: the backends against SDPA's plain causal attention. KIND model: a model under each position scheme
-against one of them. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
+against one of them. KIND tokenize: text to shards against tiktoken alone. Prints a table and writes
+results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
 """
 
 import json
@@ -28,7 +29,13 @@ def bench_model(config: Any) -> dict[str, Any]:
     return measure(config, {name: compose("train", [*shared, f"position={name}"]) for name in config.positions})
 
 
-KINDS = {"attention": bench_attention, "model": bench_model}
+def bench_tokenize(config: Any) -> dict[str, Any]:
+    from eval.bench_tokenize import bench_tokenize as measure
+
+    return measure(config)
+
+
+KINDS = {"attention": bench_attention, "model": bench_model, "tokenize": bench_tokenize}
 
 
 def main() -> None:

@@ -223,11 +223,21 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(server, out
     assert fetched(server) == []
 
 
+# The library `datasets` asks no other server, and imports faster.
+LOCAL = {"HF_UPDATE_DOWNLOAD_COUNTS": "0", "USE_TORCH": "0"}
+
+
 def command(server_url, *words, **environment):
     return {
         "args": [sys.executable, "scripts/prepare_data.py", *map(str, words)],
         "cwd": ROOT,
-        "env": {**os.environ, "HF_ENDPOINT": server_url, "USE_TORCH": "0", "HF_UPDATE_DOWNLOAD_COUNTS": "0", **environment},
+        "env": {
+            **os.environ,
+            "HF_ENDPOINT": server_url,
+            "USE_TORCH": "0",
+            "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+            **environment,
+        },
         "stderr": subprocess.PIPE,
         "stdout": subprocess.PIPE,
         "text": True,
@@ -252,7 +262,7 @@ def test_a_killed_download_goes_on_where_it_was(server, out):
 
 
 @pytest.mark.parametrize("words", [("fineweb10b", "shards=1"), ("fineweb", "tokenizer=bytes")])
-@pytest.mark.parametrize("offline", [{}, {"HF_HUB_OFFLINE": "1"}])
+@pytest.mark.parametrize("offline", [{}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.slow)])
 def test_without_a_network_the_command_ends_in_seconds_and_says_what_to_do(tmp_path, words, offline):
     begin = time.monotonic()
     words = (f"source={words[0]}", words[1], f"out_dir={tmp_path / 'out'}")
@@ -323,6 +333,7 @@ def read(folder, split):
     return stream.read(0, len(stream)).tolist()
 
 
+@pytest.mark.slow
 def test_an_unknown_subset_lists_the_known_ones(server, documents, out, tmp_path):
     words = ["source=fineweb", "subset=sample-1T", "tokenizer=bytes", f"out_dir={out}"]
     failed = subprocess.run(**command(server.url, *words, HF_HOME=str(tmp_path / "hf")), check=False)

@@ -368,8 +368,17 @@ KILLER = """
 """
 
 
-@pytest.mark.parametrize("how", ["random", "at a rename"])
-@pytest.mark.parametrize("split", [{"val_tokens": 25_000}, {"val_every": 7}, {}])
+@pytest.mark.parametrize(
+    ("how", "split"),
+    [
+        ("random", {"val_tokens": 25_000}),
+        ("at a rename", {"val_every": 7}),
+        pytest.param("random", {"val_every": 7}, marks=pytest.mark.slow),
+        pytest.param("at a rename", {"val_tokens": 25_000}, marks=pytest.mark.slow),
+        pytest.param("random", {}, marks=pytest.mark.slow),
+        pytest.param("at a rename", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(long_texts, tmp_path, how, split):
     whole = prepare("text", tmp_path / "whole", "bytes", long_texts, shard_tokens=5000, **split)
     assert len(whole.manifest["files"]) > 50
@@ -470,7 +479,10 @@ MEASURE = """
 """
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize(
+    "kind",
+    ["txt", pytest.param("jsonl.zst", marks=pytest.mark.slow), pytest.param("parquet", marks=pytest.mark.slow)],
+)
 def test_memory_does_not_grow_with_the_source(tmp_path, kind):
     for name, n_documents in (("small", 5_000), ("large", 15_000)):  # 25 and 75 MB
         (tmp_path / name).mkdir()
