@@ -32,8 +32,8 @@ def main(config: Any) -> None:
     check(config)
     with start_process(config.device, config.precision) as process:
         batches, validation = open_data(config, process)
-        if config.attention == "flex" and process.device.type == "cpu":
-            raise ValueError("attention=flex has no gradients on a CPU; use attention=auto or blockwise")
+        if config.attention.startswith("flex") and process.device.type == "cpu":
+            raise ValueError(f"attention={config.attention} has no gradients on a CPU; use attention=auto or blockwise")
         state = build_state(config, process.device)
         run_dir = Path(config.run_dir)
         check_run_dir(run_dir, config)
@@ -59,6 +59,8 @@ def open_data(config: Any, process: Process) -> tuple[TrainBatches, TokenStream]
         process.rank,
         process.world_size,
         config.data.repeat,
+        config.data.shuffle_seed,
+        pin_memory=process.device.type == "cuda",
     )
     batches.check(config.train.steps)
     validation = open_split(config.data.dir, "val", vocab_size)
