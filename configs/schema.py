@@ -180,6 +180,15 @@ class BenchModelConfig(BenchConfig):
 
 
 @dataclass
+class BenchTokenizeConfig:
+    workers: list[int] = MISSING
+    copies: int = MISSING
+    document_characters: int = MISSING
+    repeats: int = MISSING
+    out: str = MISSING
+
+
+@dataclass
 class BenchDataConfig:
     dir: str | None = None
     tokens: int = MISSING
@@ -226,6 +235,7 @@ SCHEMAS: dict[str, type] = {
     "reproduce": ReproduceConfig,
     "bench_attention": BenchAttentionConfig,
     "bench_model": BenchModelConfig,
+    "bench_tokenize": BenchTokenizeConfig,
     "bench_data": BenchDataConfig,
     "inspect_data": InspectDataConfig,
     "bench_train": BenchTrainConfig,

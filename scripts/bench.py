@@ -2,7 +2,8 @@
 
 KIND attention: backends and position schemes against SDPA's plain causal attention. KIND model: a model under each
 position scheme against one of them. KIND train: a whole training step against that of other libraries. KIND data: the
-loader, from a warm page cache. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
+loader, from a warm page cache. KIND tokenize: text to shards against tiktoken alone. Prints a table and writes
+results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
 """
 
 import json
@@ -45,7 +46,19 @@ def bench_train(config: Any) -> dict[str, Any]:
     return measure(config, train_config)
 
 
-KINDS = {"attention": bench_attention, "data": bench_data, "model": bench_model, "train": bench_train}
+def bench_tokenize(config: Any) -> dict[str, Any]:
+    from eval.bench_tokenize import bench_tokenize as measure
+
+    return measure(config)
+
+
+KINDS = {
+    "attention": bench_attention,
+    "data": bench_data,
+    "model": bench_model,
+    "tokenize": bench_tokenize,
+    "train": bench_train,
+}
 
 
 def main() -> None:
