@@ -112,6 +112,26 @@ class EvaluateConfig:
 
 
 @dataclass
+class GenerateConfig:
+    run_dir: str = MISSING
+    prompt: str = MISSING
+    prompts_file: str | None = None
+    start_of_document: bool = MISSING
+    max_new_tokens: int = MISSING
+    temperature: float = MISSING
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = MISSING
+    stop: list[str] = MISSING
+    inference_length: int | None = None
+    prefill_tokens: int = MISSING
+    tokenizer: str | None = None
+    step: int | None = None
+    device: str = MISSING
+    precision: str = MISSING
+
+
+@dataclass
 class ShowPositionConfig:
     position: Position = field(default_factory=Position)
     length: int = MISSING
@@ -179,6 +199,7 @@ SCHEMAS: dict[str, type] = {
     "bench_model": BenchModelConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
     "show_position": ShowPositionConfig,
 }
 
