@@ -8,16 +8,18 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from configs.command import command
 from configs.schema import check
-from data.loader import TokenStream, TrainBatches, open_split, validation_batches
+from data.loader import TrainBatches, open_split, validation_batches
 from eval.loss import loss_by_length
+from model.gpt import GPT
 from training.checkpoint import latest_checkpoint, restore_checkpoint, save_checkpoint
 from training.distributed import Process, StopSignal, start_process
 from training.log import RunLog
@@ -26,31 +28,54 @@ from training.schedule import learning_rate_factor
 from training.state import TrainState, build_state
 from training.step import micro_batch_rows, train_step, wrap
 
+Measure = Callable[[GPT], dict[int, float]]  # validation: {length: mean loss}
+
+
+class Batches(Protocol):
+    """The data of one process: of a step, tokens and targets, each (rows_per_rank, length)."""
+
+    rows_per_rank: int
+    length: int
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]: ...
+
 
 @command("train")
 def main(config: Any) -> None:
     check(config)
     with start_process(config.device, config.precision) as process:
-        batches, validation = open_data(config, process)
-        if config.attention == "flex" and process.device.type == "cpu":
-            raise ValueError("attention=flex has no gradients on a CPU; use attention=auto or blockwise")
-        state = build_state(config, process.device)
-        run_dir = Path(config.run_dir)
-        check_run_dir(run_dir, config)
-        if folder := latest_checkpoint(run_dir):
-            restore_checkpoint(folder, state)
-        if state.step >= config.train.steps:
-            if process.is_main:
-                print(f"{run_dir} is already trained to step {state.step}; nothing to do")
-            return
-        process.barrier()  # everyone has read the run directory before the main process writes to it
-        process.on_main(lambda: write_config(run_dir, config))
-        with RunLog(run_dir, config, state.step, process) as log:
-            train(config, state, batches, validation, process, log)
+        run(config, process, open_data)
 
 
-def open_data(config: Any, process: Process) -> tuple[TrainBatches, TokenStream]:
-    """The training batches of this process and the validation tokens; raises ValueError when there are too few."""
+def run(
+    config: Any,
+    process: Process,
+    open_data: Callable[[Any, Process], tuple[Batches, Measure]],
+    initialise: Callable[[GPT], object] = lambda model: None,
+) -> None:
+    """The run that `config` describes, from its newest checkpoint, or from the weights that `initialise` gives it."""
+    batches, measure = open_data(config, process)
+    if config.attention == "flex" and process.device.type == "cpu":
+        raise ValueError("attention=flex has no gradients on a CPU; use attention=auto or blockwise")
+    state = build_state(config, process.device)
+    run_dir = Path(config.run_dir)
+    check_run_dir(run_dir, config)
+    if folder := latest_checkpoint(run_dir):
+        restore_checkpoint(folder, state)
+    else:
+        initialise(state.model)
+    if state.step >= config.train.steps:
+        if process.is_main:
+            print(f"{run_dir} is already trained to step {state.step}; nothing to do")
+        return
+    process.barrier()  # everyone has read the run directory before the main process writes to it
+    process.on_main(lambda: write_config(run_dir, config))
+    with RunLog(run_dir, config, state.step, process) as log:
+        train(config, state, batches, measure, process, log)
+
+
+def open_data(config: Any, process: Process) -> tuple[TrainBatches, Measure]:
+    """The training batches of this process and the validation; raises ValueError when there are too few tokens."""
     vocab_size = config.model.vocab_size
     batches = TrainBatches(
         open_split(config.data.dir, "train", vocab_size),
@@ -64,15 +89,18 @@ def open_data(config: Any, process: Process) -> tuple[TrainBatches, TokenStream]
     validation = open_split(config.data.dir, "val", vocab_size)
     for length in config.validation.lengths:
         validation_batches(validation, length, config.validation.tokens, rows_per_batch=1)  # checks, reads nothing
-    return batches, validation
+
+    def measure(model: GPT) -> dict[int, float]:
+        tokens, at_once = config.validation.tokens, config.train.micro_batch_tokens
+        return loss_by_length(model, validation, config.validation.lengths, tokens, process, at_once)
+
+    return batches, measure
 
 
-def train(
-    config: Any, state: TrainState, batches: TrainBatches, validation: TokenStream, process: Process, log: RunLog
-) -> None:
+def train(config: Any, state: TrainState, batches: Batches, measure: Measure, process: Process, log: RunLog) -> None:
     """Steps until config.train.steps, with validation and checkpoints on the way."""
     run_dir, steps, per_step = Path(config.run_dir), config.train.steps, config.train.tokens_per_step
-    micro_rows = micro_batch_rows(batches.rows_per_rank, config.train.length, config.train.micro_batch_tokens)
+    micro_rows = micro_batch_rows(batches.rows_per_rank, batches.length, config.train.micro_batch_tokens)
     forward = wrap(state.model, process)
     if config.compile == "True" or (config.compile == "auto" and process.device.type == "cuda"):
         for block in state.model.blocks:  # by block: one compilation serves all layers
@@ -80,15 +108,7 @@ def train(
     log.info(describe(config, state, batches.rows_per_rank // micro_rows, process))
 
     def validate() -> None:
-        losses = loss_by_length(
-            state.model,
-            validation,
-            config.validation.lengths,
-            config.validation.tokens,
-            process,
-            config.train.micro_batch_tokens,
-        )
-        named = {f"val/loss_{length}": loss for length, loss in losses.items()}
+        named = {f"val/loss_{length}": loss for length, loss in measure(state.model).items()}
         check_finite(named, state.step, run_dir)
         log.metrics({"step": state.step, "tokens": state.step * per_step, **named})
         log.info(f"step {state.step}/{steps}  " + "  ".join(f"{key} {loss:.4f}" for key, loss in named.items()))
@@ -98,7 +118,7 @@ def train(
         validate()
     while state.step < steps:
         started = time.perf_counter()
-        factor = learning_rate_factor(state.step, steps, config.schedule.kind, config.schedule.cooldown_fraction)
+        factor = learning_rate_factor(state.step, steps, **config.schedule)
         tokens, targets = batches.batch(state.step)
         loss = train_step(state, forward, tokens, targets, micro_rows, factor, process)
         loss, stopping = process.sum(torch.stack([loss, loss.new_tensor(stop.number)])).tolist()
@@ -107,7 +127,7 @@ def train(
             {
                 "step": state.step,
                 "tokens": state.step * per_step,
-                "train/loss": loss / per_step,
+                "train/loss": loss,
                 "train/lr_scale": factor,
                 "train/tokens_per_second": per_step / (time.perf_counter() - started),
             }

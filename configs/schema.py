@@ -55,6 +55,7 @@ class Optimizer:
 class Schedule:
     kind: str = MISSING
     cooldown_fraction: float | None = None
+    warmup_fraction: float | None = None
 
 
 @dataclass
@@ -132,6 +133,48 @@ class GenerateConfig:
 
 
 @dataclass
+class Needle:
+    template: str = MISSING
+    needles: int = MISSING
+    digits: int = MISSING
+    cue: str = MISSING
+
+
+@dataclass
+class NeedleTrain:
+    length: int | None = None
+    rows: int = MISSING
+    steps: int = MISSING
+    warmup_fraction: float = MISSING
+    cooldown_fraction: float = MISSING
+    checkpoint_every: int = MISSING
+    validate_every: int = MISSING
+    validation_samples: int = MISSING
+
+
+@dataclass
+class NeedleConfig:
+    run_dir: str = MISSING
+    finetune: bool = MISSING
+    out_dir: str | None = None
+    step: int | None = None
+    seed: int = MISSING
+    data_dir: str | None = None
+    tokenizer: str | None = None
+    scale: str = MISSING
+    lengths: list[int] = MISSING
+    samples: int = MISSING
+    needle: Needle = field(default_factory=Needle)
+    train: NeedleTrain = field(default_factory=NeedleTrain)
+    scales: dict[str, Any] = MISSING
+    micro_batch_tokens: int = MISSING
+    device: str = MISSING
+    precision: str = MISSING
+    compile: str = MISSING
+    wandb: Wandb = field(default_factory=Wandb)
+
+
+@dataclass
 class ShowPositionConfig:
     position: Position = field(default_factory=Position)
     length: int = MISSING
@@ -200,6 +243,7 @@ SCHEMAS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
+    "needle": NeedleConfig,
     "show_position": ShowPositionConfig,
 }
 
@@ -242,6 +286,8 @@ def check(config: Any) -> None:
     cooldown = config.schedule.cooldown_fraction
     if config.schedule.kind == "constant_then_linear" and not (cooldown is not None and 0 <= cooldown <= 1):
         raise ValueError(f"schedule.cooldown_fraction={cooldown} must lie in [0, 1]")
+    if not 0 <= (config.schedule.warmup_fraction or 0) <= 1:
+        raise ValueError(f"schedule.warmup_fraction={config.schedule.warmup_fraction} must lie in [0, 1]")
     _check_model(config.model)
     _check_optimizer(config.optimizer)
 

@@ -8,12 +8,15 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
+from data.manifest import read_manifest
+from data.tokenizer import Tokenizer, load_tokenizer
 from model.cache import Cache
 from model.gpt import GPT
 
@@ -193,3 +196,21 @@ class StopAt:
         text = self.tokenizer.decode(kept)
         ends = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
         return text[: min(ends)] if ends else text
+
+
+def run_tokenizer(trained: Any, name: str | None) -> Tokenizer:
+    """The tokenizer that a run's data was prepared with, or the named one. Raises ValueError where nothing tells."""
+    if name is None:
+        name = (read_manifest(Path(trained.data.dir)) or {}).get("tokenizer")
+    if name is None:
+        raise ValueError(
+            f"tokenizer=null, and no manifest in data.dir={trained.data.dir} names the one of this run; set "
+            "tokenizer=gpt2 or tokenizer=bytes"
+        )
+    tokenizer = load_tokenizer(name)
+    if tokenizer.vocab_size > trained.model.vocab_size:
+        raise ValueError(
+            f"tokenizer={name} has {tokenizer.vocab_size} ids, but the run's model.vocab_size="
+            f"{trained.model.vocab_size}; choose the tokenizer of its data"
+        )
+    return tokenizer

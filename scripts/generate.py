@@ -11,9 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the roo
 
 from configs.command import command
 from configs.schema import check_choices
-from data.manifest import read_manifest
-from data.tokenizer import Tokenizer, load_tokenizer
-from eval.generate import Sampling, StopAt, generate
+from eval.generate import Sampling, StopAt, generate, run_tokenizer
 from eval.memory import check_memory
 from eval.runs import load_run
 from training.distributed import start_process
@@ -65,24 +63,6 @@ def read_prompts(config: Any) -> list[str]:
     if not lines:
         raise ValueError(f"prompts_file={config.prompts_file} is empty; write one prompt a line")
     return lines
-
-
-def run_tokenizer(trained: Any, name: str | None) -> Tokenizer:
-    """The tokenizer that a run's data was prepared with, or the named one. Raises ValueError where nothing tells."""
-    if name is None:
-        name = (read_manifest(Path(trained.data.dir)) or {}).get("tokenizer")
-    if name is None:
-        raise ValueError(
-            f"tokenizer=null, and no manifest in data.dir={trained.data.dir} names the one of this run; set "
-            "tokenizer=gpt2 or tokenizer=bytes"
-        )
-    tokenizer = load_tokenizer(name)
-    if tokenizer.vocab_size > trained.model.vocab_size:
-        raise ValueError(
-            f"tokenizer={name} has {tokenizer.vocab_size} ids, but the run's model.vocab_size="
-            f"{trained.model.vocab_size}; choose the tokenizer of its data"
-        )
-    return tokenizer
 
 
 class Printer:

@@ -36,20 +36,21 @@ def train_step(
     factor: float,
     process: Process,
 ) -> Tensor:
-    """Accumulates the gradient of the mean loss over all tokens of all processes, and updates the weights once.
+    """Accumulates the gradient of the mean loss over all targets of all processes, and updates the weights once.
 
-    The losses are summed over tokens and divided once, so the split into processes and micro-batches does not matter
+    The losses are summed over targets and divided once, so the split into processes and micro-batches does not matter
     but for rounding.
 
     Args:
         forward: `wrap(state.model, process)`, possibly compiled.
-        tokens, targets: this process's sequences of the step.
+        tokens, targets: this process's sequences of the step; a target of -100 does not count.
         factor: of the schedule, on every learning rate.
 
-    Returns this process's loss summed over its tokens, without a gradient.
+    Returns this process's share of that mean loss, without a gradient; the sum over the processes is the whole.
     """
     total = torch.zeros((), device=process.device)
-    share = 1 / tokens.numel()  # DDP averages over processes, which all have as many tokens
+    counted = process.sum(_to((targets >= 0).sum(), process))
+    share = process.world_size / counted  # DDP averages over processes
     pieces = list(zip(tokens.split(micro_rows), targets.split(micro_rows), strict=True))
     for index, (inputs, wanted) in enumerate(pieces):
         with _gradients_stay_here(forward, index < len(pieces) - 1):
@@ -62,7 +63,7 @@ def train_step(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    return total
+    return total / counted
 
 
 def _gradients_stay_here(forward: nn.Module, stay: bool) -> Any:
