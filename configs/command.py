@@ -131,6 +131,9 @@ def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key = unknown.group(1)
         return f"{key}={_given(overrides, key)}: there is no such key{_nearest(config_name, key)}"
+    if unknown := re.search(r"Interpolation key 'scales\.([^']+)\.\w+' not found", text):
+        scales = ", ".join(hydra_compose(config_name).scales)
+        return f"scale={unknown.group(1)} is unknown; choose one of: {scales}"
     if typed := re.search(r"full_key: (\S+)", text):
         key = typed.group(1)
         if "not a ListConfig" in text:

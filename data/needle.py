@@ -95,12 +95,14 @@ class NeedleSamples:
     A sample's haystack is a stretch of the stream at a random place. Training samples and the others never share one:
     they read different splits of the shards.
 
-    Raises ValueError for an unknown split.
+    Raises ValueError for an unknown split or a seed below 0.
     """
 
     def __init__(self, stream: TokenStream, tokenizer: Tokenizer, task: NeedleTask, seed: int, split: str):
         if split not in SPLITS:
             raise ValueError(f"split={split} is unknown; choose one of: {', '.join(SPLITS)}")
+        if seed < 0:
+            raise ValueError(f"seed={seed} must be at least 0")
         self.stream, self.tokenizer, self.task = stream, tokenizer, task
         self.seed, self.split = seed, split
 

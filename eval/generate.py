@@ -110,7 +110,7 @@ def generate(
         for length, rows in _by_length(prompts).items()
     ]
     device = model.output.weight.device
-    with torch.inference_mode(), autocast():
+    with autocast():
         scores = []
         for rows, cache in groups:
             inputs = torch.tensor([list(prompts[row]) for row in rows], device=device)

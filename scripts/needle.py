@@ -49,9 +49,8 @@ def main(config: Any) -> None:
         for length in config.lengths:
             test.check(length)
             rows = max(1, config.micro_batch_tokens // length)
-            longest = length + MARGIN
             remedy = f"drop length={length}" if rows == 1 else f"lower micro_batch_tokens={config.micro_batch_tokens}"
-            check_memory(model, rows, longest, config.micro_batch_tokens, process.precision, remedy)
+            check_memory(model, rows, length + MARGIN, rows * length, process.precision, remedy)
         tested = Path(config.run_dir)
         if config.finetune:
             tested = finetune(config, parent, model, haystacks, process)
@@ -130,10 +129,9 @@ def finetune_config(config: Any, parent: Any, data_dir: str) -> Any:
         **{key: config[key] for key in ("device", "precision", "compile")},
         "needle": {**needle, "parent": {"run_dir": str(folder), "step": step}},
     }
-    defaults = compose("train", [])  # of keys that are younger than the parent
-    OmegaConf.set_struct(defaults, False)
+    defaults = OmegaConf.create(OmegaConf.to_container(compose("train", [])))  # of keys younger than the parent
     defaults.position = {}
-    return OmegaConf.create(OmegaConf.to_container(OmegaConf.merge(defaults, parent, changed), resolve=True))
+    return OmegaConf.merge(defaults, parent, changed)
 
 
 def report(
