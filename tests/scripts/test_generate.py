@@ -113,7 +113,7 @@ def test_the_tokenizer_is_that_of_the_run_s_data(folder: Path, capsys: pytest.Ca
         (["prompts_file=nowhere.txt"], ["nowhere.txt"]),
         (["prompt=a", "prompts_file=nowhere.txt"], ["prompt=a", "prompts_file=nowhere.txt"]),
         (["promt=a"], ["promt=a", "did you mean prompt"]),
-        (["max_new_tokens=99999999"], ["99999", "GiB"]),
+        (["max_new_tokens=99999999"], ["100000000 tokens", "GiB", "keys and values"]),
     ],
     ids=lambda value: value[-1],
 )
