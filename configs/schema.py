@@ -66,6 +66,8 @@ class Train:
     micro_batch_tokens: int = MISSING
     checkpoint_every: int = MISSING
     keep_checkpoints: int = MISSING
+    nonfinite: str = MISSING
+    log_every: int = MISSING
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Wandb:
     mode: str = MISSING
     project: str = MISSING
     group: str | None = None
+    id: str | None = None
 
 
 @dataclass
@@ -98,6 +101,7 @@ class TrainConfig:
     precision: str = MISSING
     attention: str = MISSING
     compile: str = MISSING
+    profile: bool = MISSING
 
 
 @dataclass
@@ -106,7 +110,7 @@ class EvaluateConfig:
     lengths: list[int] | None = None
     tokens: int | None = None
     data_dir: str | None = None
-    step: int | None = None
+    step: int | str | None = None
     micro_batch_tokens: int = MISSING
     device: str = MISSING
     precision: str = MISSING
@@ -253,11 +257,12 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "compile": ("auto", "True", "False"),  # what YAML's true and false become
     "wandb.mode": ("disabled", "offline", "online"),
+    "train.nonfinite": ("stop", "skip"),
 }
 POSITIVE = (
     *(f"model.{key}" for key in ("n_layer", "n_head", "width", "vocab_size")),
     *(f"train.{key}" for key in ("length", "tokens_per_step", "steps", "micro_batch_tokens")),
-    *(f"train.{key}" for key in ("checkpoint_every", "keep_checkpoints")),
+    *(f"train.{key}" for key in ("checkpoint_every", "keep_checkpoints", "log_every")),
     *("validation.tokens", "validation.every", "optimizer.newton_schulz_steps"),
 )
 

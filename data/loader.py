@@ -175,7 +175,8 @@ def validation_batches(
 ) -> Iterator[Rows]:
     """Rows of `length` over the first n_tokens tokens: row r is the tokens [r T, (r + 1) T), targets one further.
 
-    Each length so covers the same tokens. Rank k takes the rows k, k + world_size, ...; the last batch may be smaller.
+    Each length so covers the same tokens. The batches are the same for any number of processes: rank k takes those of
+    index k, k + world_size, ...; the last one may be smaller.
     Raises ValueError, before the first batch, if length doesn't divide n_tokens or the stream is too short.
     """
     if length < 1 or n_tokens < 1 or n_tokens % length:
@@ -191,8 +192,9 @@ def validation_batches(
         )
     if rows_per_batch < 1:
         raise ValueError(f"rows_per_batch={rows_per_batch} must be at least 1")
-    rows = range(rank, n_tokens // length, world_size)
-    batches = (rows[first : first + rows_per_batch] for first in range(0, len(rows), rows_per_batch))
+    rows = range(n_tokens // length)
+    starts = range(rank * rows_per_batch, len(rows), world_size * rows_per_batch)
+    batches = (rows[first : first + rows_per_batch] for first in starts)
     return (_rows(np.stack([stream.read(r * length, length + 1) for r in batch]), length) for batch in batches)
 
 

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from eval.timing import choose_device, compare, machine
 from model.gpt import GPT
+from training.flops import flops_per_token
 from training.state import build_model
 
 
@@ -45,17 +46,6 @@ def bench_model(config: Any, train_configs: Mapping[str, Any]) -> dict[str, Any]
                 }
             )
     return {"machine": machine(device), "rows": rows}
-
-
-def flops_per_token(model: GPT, length: int, backward: bool) -> float:
-    """Multiplications and additions of the matrix products for one token, causal attention counted as half of T x T.
-
-    Forward 2 (P + L T C): P the parameters of the matrices (without the token embedding, which is a look-up), L layers,
-    T length, C width; the backward pass is twice that.
-    """
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embedding.weight.numel()
-    forward = 2 * (matrices + model.config.n_layer * length * model.config.width)
-    return forward * (3 if backward else 1)
 
 
 def _pass(model: GPT, config: Any, length: int, direction: str, device: torch.device) -> Callable[[], object]:

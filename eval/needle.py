@@ -1,5 +1,6 @@
 """Needle-in-a-haystack: what share of the needles a model names, by length and by depth, in its own greedy answer."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -168,14 +169,25 @@ def _statistics(right: np.ndarray) -> dict[str, Any]:
 
 @torch.no_grad()
 def answer_loss(
-    model: GPT, samples: NeedleSamples, length: int, count: int, process: Process, tokens_at_once: int
+    model: GPT,
+    samples: NeedleSamples,
+    length: int,
+    count: int,
+    process: Process,
+    tokens_at_once: int,
+    between: Callable[[], None] = lambda: None,
 ) -> float:
-    """Mean cross-entropy in nats per token of the answers of samples 0 .. count - 1, shared out over the processes."""
+    """Mean cross-entropy in nats per token of the answers of samples 0 .. count - 1, shared out over the processes.
+
+    `between` is called before each batch, equally often on every process; what it raises ends the evaluation.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     mine = range(process.rank, count, process.world_size)
     rows = max(1, tokens_at_once // length)
-    for first in range(0, len(mine), rows):
-        batch = [samples.sample(index, length) for index in mine[first : first + rows]]
+    for first in range(0, math.ceil(count / process.world_size), rows):
+        between()
+        if not (batch := [samples.sample(index, length) for index in mine[first : first + rows]]):
+            continue  # the last round may have fewer samples than processes
         tokens, targets = (x.to(process.device) for x in training_rows(batch))
         with process.autocast():
             total[0] += model(tokens, targets, reduction="sum").double()

@@ -9,6 +9,7 @@ sample with its answer) into the tested run's directory, and a copy of needle.js
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from eval.needle import MARGIN, Outcome, answer_loss, find_needles, summarise
 from eval.needle_figure import heat_map
 from eval.runs import find_checkpoint, load_config, load_run
 from model.gpt import GPT
-from training.checkpoint import checkpoint_step
+from training.checkpoint_folder import checkpoint_step
 from training.distributed import Process, start_process
 
 
@@ -88,9 +89,9 @@ def finetune(config: Any, parent: Any, pretrained: GPT, haystacks: Haystacks, pr
         held_out = haystacks.samples("val")
         held_out.check(length)
 
-        def measure(model: GPT) -> dict[int, float]:
+        def measure(model: GPT, between: Callable[[], None]) -> dict[int, float]:
             count, at_once = config.train.validation_samples, config.micro_batch_tokens
-            return {length: answer_loss(model, held_out, length, count, process, at_once)}
+            return {length: answer_loss(model, held_out, length, count, process, at_once, between)}
 
         return batches, measure
 

@@ -142,18 +142,18 @@ def test_divisions_with_a_remainder_name_the_keys(stream, arguments, message):
 @pytest.mark.parametrize("length", [1, 5, 60, 300])
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 def test_validation_covers_the_same_tokens_at_every_length_and_world_size(stream, tokens, length, world_size):
-    rows = {}
+    alone = list(validation_batches(stream, length, 300, 4))
+    shared = {}
     for rank in range(world_size):
-        number = rank
-        for x, y in validation_batches(stream, length, 300, 4, rank, world_size):
-            assert x.shape == y.shape
-            assert 1 <= len(x) <= 4
-            for pair in zip(x.tolist(), y.tolist(), strict=True):
-                rows[number] = pair
-                number += world_size
-    assert sorted(rows) == list(range(300 // length))
-    assert np.array_equal(np.concatenate([rows[r][0] for r in sorted(rows)]), tokens[:300])
-    assert np.array_equal(np.concatenate([rows[r][1] for r in sorted(rows)]), tokens[1:301])
+        for number, batch in enumerate(validation_batches(stream, length, 300, 4, rank, world_size)):
+            shared[rank + number * world_size] = batch
+    assert sorted(shared) == list(range(len(alone)))
+    for number, (x, y) in enumerate(alone):
+        assert x.shape == y.shape == (min(4, 300 // length - 4 * number), length)
+        assert torch.equal(shared[number][0], x)
+        assert torch.equal(shared[number][1], y)
+    assert np.array_equal(torch.cat([x.flatten() for x, _ in alone]), tokens[:300])
+    assert np.array_equal(torch.cat([y.flatten() for _, y in alone]), tokens[1:301])
 
 
 def test_validation_refuses_before_the_first_batch(stream):
