@@ -18,7 +18,7 @@ def heat_map(accuracy: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     lengths = sorted(accuracy, key=int)
     parts = accuracy[lengths[0]]["by_depth"]
     grid = np.array([[part["mean"] for part in accuracy[length]["by_depth"]] for length in lengths], dtype=float).T
-    figure = Figure(figsize=(2.6 + 1.5 * len(lengths), 5.2), layout="constrained")
+    figure = Figure(figsize=(max(5.6, 2.6 + 1.5 * len(lengths)), 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     image = axes.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto", origin="upper")
@@ -31,7 +31,7 @@ def heat_map(accuracy: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     axes.set_yticks(range(len(parts)), [f"{part['from']:.1f}-{part['to']:.1f}" for part in parts], fontsize=FONT_SIZE)
     axes.set_xlabel("length (tokens), and accuracy over all depths", fontsize=FONT_SIZE)
     axes.set_ylabel("depth of the needle (0: start of the haystack)", fontsize=FONT_SIZE)
-    axes.set_title(title, fontsize=FONT_SIZE)
+    figure.suptitle(title, fontsize=FONT_SIZE)
     axes.spines[:].set_visible(False)
-    figure.colorbar(image, ax=axes, label="share of needles found")
+    figure.colorbar(image, ax=axes)
     return figure

@@ -153,7 +153,7 @@ def report(
     text = json.dumps(result, indent=2) + "\n"
     lines = [json.dumps(outcome.record(tokenizer)) for of_length in outcomes.values() for outcome in of_length]
     write(tested / "needle.jsonl", "\n".join(lines) + "\n")
-    save_figure(heat_map(accuracy, title=f"Needles found by {tested.name}"), tested / "needle")
+    save_figure(heat_map(accuracy, title=f"Share of needles found by\n{tested.name}"), tested / "needle")
     for folder in {tested, Path(config.run_dir)}:
         write(folder / "needle.json", text)
     for length, entry in accuracy.items():
