@@ -59,8 +59,8 @@ def run(
     run_dir = Path(config.run_dir)
     with process.together():
         batches, measure = open_data(config, process)
-        if config.attention == "flex" and process.device.type == "cpu":
-            raise ValueError("attention=flex has no gradients on a CPU; use attention=auto or blockwise")
+        if config.attention.startswith("flex") and process.device.type == "cpu":
+            raise ValueError(f"attention={config.attention} has no gradients on a CPU; use attention=auto or blockwise")
         check_run_dir(run_dir, config)
         config.wandb.id = wandb_id(run_dir, config)
         state = build_state(config, process.device)
@@ -94,6 +94,8 @@ def open_data(config: Any, process: Process) -> tuple[TrainBatches, Measure]:
         process.rank,
         process.world_size,
         config.data.repeat,
+        config.data.shuffle_seed,
+        pin_memory=process.device.type == "cuda",
     )
     batches.check(config.train.steps)
     validation = open_split(config.data.dir, "val", vocab_size)

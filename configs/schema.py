@@ -37,6 +37,7 @@ class Data:
     name: str = MISSING
     dir: str = MISSING
     repeat: bool = False
+    shuffle_seed: int | None = None
 
 
 @dataclass
@@ -224,10 +225,11 @@ class BenchConfig:
 
 @dataclass
 class BenchAttentionConfig(BenchConfig):
+    positions: list[str] = MISSING
     backends: list[str] = MISSING
     head_dims: list[int] = MISSING
     n_head: int = MISSING
-    tau: float = MISSING
+    train_length: int = MISSING
 
 
 @dataclass
@@ -239,11 +241,36 @@ class BenchModelConfig(BenchConfig):
     peak_tflops: float | None = None
 
 
+@dataclass
+class BenchDataConfig:
+    dir: str | None = None
+    tokens: int = MISSING
+    tokens_per_step: int = MISSING
+    lengths: list[int] = MISSING
+    repeats: int = MISSING
+    threads: int | None = None
+    out: str = MISSING
+
+
+@dataclass
+class InspectDataConfig:
+    path: str = MISSING
+    tokenizer: str | None = None
+    sha256: bool = MISSING
+    samples: int = MISSING
+    sample_tokens: int = MISSING
+    seed: int = MISSING
+    plot: bool = MISSING
+    out: str | None = None
+
+
 SCHEMAS: dict[str, type] = {
     "sweep": SweepConfig,
     "reproduce": ReproduceConfig,
     "bench_attention": BenchAttentionConfig,
     "bench_model": BenchModelConfig,
+    "bench_data": BenchDataConfig,
+    "inspect_data": InspectDataConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,

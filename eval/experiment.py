@@ -79,6 +79,8 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
     config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(dict(config))))
     description = config["experiment"]
     label = f"experiment={description.get('name', '?')}"
+    if "calculate" in description:
+        raise ValueError(f"{label} has no runs, it only calculates; use it as: python scripts/reproduce.py {label}")
     if lacking := sorted({"name", "title", "base", "scales", "axes", "seeds"} - set(description)):
         raise ValueError(
             f"{label} has no key {lacking[0]}, so it is not a sweep; see configs/experiment/quickstart.yaml"

@@ -6,19 +6,22 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+Name = TypeVar("Name", bound=Hashable)
+
+
 def compare(
-    passes: Mapping[str, Callable[[], object]], reference: str, repeats: int, device: torch.device
-) -> dict[str, dict[str, Any]]:
+    passes: Mapping[Name, Callable[[], object]], reference: Name, repeats: int, device: torch.device
+) -> dict[Name, dict[str, Any]]:
     """Measures every candidate in each of `repeats` rounds.
 
     A candidate's `seconds` is the median over the rounds, `ratio` the median of its ratios to `reference` within a

@@ -102,7 +102,7 @@ class GPT(nn.Module):
             train_length=config.train_length,
             n_layer=config.n_layer,
         )
-        check_backend(config.attention, has_transform=self.position.plan(1).transform is not None)
+        check_backend(config.attention, self.position.plan(1).transform)
         nn.init.zeros_(self.output.weight)
 
     def forward(

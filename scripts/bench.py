@@ -1,7 +1,9 @@
 """Speed and memory, as ratios within one run: python scripts/bench.py KIND key=value ...
 
-KIND attention: the backends against SDPA's plain causal attention. KIND model: a model under each position scheme
-against one of them. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
+KIND attention: backends and position schemes against SDPA's plain causal attention. KIND model: a model under each
+position scheme against one of them. KIND data: the loader, from a warm page cache. Prints a table and writes
+results/bench/KIND.json:
+{"machine": {...}, "rows": [...]}.
 """
 
 import json
@@ -18,7 +20,7 @@ from configs.command import command, compose
 def bench_attention(config: Any) -> dict[str, Any]:
     from eval.bench_attention import bench_attention as measure  # here, so that --help does not wait for torch
 
-    return measure(config)
+    return measure(config, {name: compose("train", [f"position={name}"]).position for name in config.positions})
 
 
 def bench_model(config: Any) -> dict[str, Any]:
@@ -28,7 +30,13 @@ def bench_model(config: Any) -> dict[str, Any]:
     return measure(config, {name: compose("train", [*shared, f"position={name}"]) for name in config.positions})
 
 
-KINDS = {"attention": bench_attention, "model": bench_model}
+def bench_data(config: Any) -> dict[str, Any]:
+    from eval.bench_data import bench_data as measure
+
+    return measure(config)
+
+
+KINDS = {"attention": bench_attention, "data": bench_data, "model": bench_model}
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def _backward(
 def _groups(k: Float[Tensor, "B H Tk d"]) -> list[tuple[slice, slice]]:
     """Slices of (batch, head) that share strips: whole batch elements, or some heads of one."""
     B, H, n_key, _ = k.shape
-    heads, batches = min(H, max(1, _KEYS // n_key)), max(1, _KEYS // (n_key * H))
+    heads, batches = min(H, max(2, _KEYS // n_key)), max(1, _KEYS // (n_key * H))
     return [
         (slice(b, min(b + batches, B)), slice(h, min(h + heads, H)))
         for b in range(0, B, batches)

@@ -6,11 +6,17 @@ from torch import Tensor
 
 from model.attend.blockwise import blockwise
 from model.attend.dense import dense
-from model.attend.flex import flex, unsupported
+from model.attend.flex import flex, flex_closed_form, unsupported
 from model.attend.sdpa import sdpa
 from model.attend.transform import Transform
 
-BACKENDS = {"dense": dense, "sdpa": sdpa, "blockwise": blockwise, "flex": flex}
+BACKENDS = {
+    "dense": dense,
+    "sdpa": sdpa,
+    "blockwise": blockwise,
+    "flex": flex,
+    "flex_closed_form": flex_closed_form,
+}
 
 
 def attend(
@@ -36,7 +42,7 @@ def attend(
     if transform is not None and transform.scale is None and transform.shift is None:
         transform = None
     _check(q, k, v, transform)
-    check_backend(backend, transform is not None)
+    check_backend(backend, transform)
     if backend == "auto" and transform is None:
         backend = "sdpa"
     elif backend == "auto":
@@ -45,14 +51,19 @@ def attend(
         return BACKENDS[backend](q, k, v, transform)
 
 
-def check_backend(backend: str, has_transform: bool) -> None:
-    """Raises ValueError for an unknown backend, and for "sdpa" with a scheme that scales or shifts logits."""
+def check_backend(backend: str, transform: Transform | None) -> None:
+    """Raises ValueError for an unknown backend, and for one that can't serve the transform of a scheme."""
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"attention={backend} is unknown; choose one of: auto, {', '.join(BACKENDS)}")
-    if backend == "sdpa" and has_transform:
+    if backend == "sdpa" and transform is not None:
         raise ValueError(
             "attention=sdpa cannot scale or shift logits by distance, as this position scheme does; choose auto, flex, "
             "blockwise or dense"
+        )
+    if backend == "flex_closed_form" and transform is not None and transform.formula is None:
+        raise ValueError(
+            "attention=flex_closed_form can't serve scale and shift that are learned or have no closed form; choose "
+            "auto, flex or blockwise"
         )
 
 

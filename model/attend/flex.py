@@ -1,7 +1,8 @@
 """FlexAttention with the transform as its score modification: the GPU path of the schemes with a `logits` slot.
 
 Compiled once for each bucket of lengths: a sequence is filled up at its end to the next 128 * 2^k or 384 * 2^k tokens,
-which no real query sees, so that many lengths need few compilations.
+which no real query sees, so that many lengths need few compilations. Scale and shift are looked up in their tables, or,
+as `flex_closed_form`, computed anew for every logit: which is faster on a GPU is still to be measured.
 """
 
 from functools import lru_cache
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from model.attend.transform import Transform
+from model.attend.transform import Formula, Transform
 
 BLOCK = 128
 # Past its limit of 8, dynamo would go on in eager mode, T x T in memory and many times slower. Raise instead.
@@ -38,15 +39,38 @@ def flex(
     if reason := unsupported(q, k, v, transform):
         raise ValueError(f"attention=flex can't serve this: {reason}; use blockwise")
     length = q.shape[2]
-    filled = bucket(length)
-    q, k, v = (pad(x, (0, 0, 0, filled - length)) for x in (q, k, v))
     scale, shift = (
-        None if table is None else pad(table[:, :length], (0, filled - length))
+        None if table is None else pad(table[:, :length], (0, bucket(length) - length))
         for table in ((None, None) if transform is None else (transform.scale, transform.shift))
     )
-    mask = causal_block_mask(filled, q.device)
+    return _run(q, k, v, scale, shift, None)
+
+
+@torch.compiler.disable
+def flex_closed_form(
+    q: Float[Tensor, "B H Tq d"],
+    k: Float[Tensor, "B H Tk d"],
+    v: Float[Tensor, "B H Tk d"],
+    transform: Transform | None = None,
+) -> Float[Tensor, "B H Tq d"]:
+    """The same as `flex`, with scale and shift computed by the transform's formula in fp32.
+
+    The transform must have a formula. Raises ValueError as `flex` does.
+    """
+    if reason := unsupported(q, k, v, transform):
+        raise ValueError(f"attention=flex_closed_form can't serve this: {reason}; use flex or blockwise")
+    return _run(q, k, v, None, None, None if transform is None else transform.formula)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None, shift: Tensor | None, formula: Formula | None
+) -> Tensor:
+    """Fills up to a bucket, attends with the compiled kernel, cuts off."""
+    length = q.shape[2]
+    filled = bucket(length)
+    q, k, v = (pad(x, (0, 0, 0, filled - length)) for x in (q, k, v))
     with torch._dynamo.config.patch(_COMPILE_LIMITS):
-        return _compiled()(q, k, v, scale, shift, mask)[:, :, :length]
+        return _compiled()(q, k, v, causal_block_mask(filled, q.device), scale, shift, formula)[:, :, :length]
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, transform: Transform | None) -> str | None:
@@ -102,15 +126,29 @@ def _compiled():
     return torch.compile(_attend, dynamic=False)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None, shift: Tensor | None, mask: BlockMask) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    formula: Formula | None,
+) -> Tensor:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        t = (i - j).clamp(min=0)  # the masked side of a block on the diagonal is looked up too
-        if scale is not None:
-            score = score * scale[h if scale.shape[0] > 1 else 0, t]
-        if shift is not None:
-            score = score + shift[h if shift.shape[0] > 1 else 0, t]
-        return score
+        t = (i - j).clamp(min=0)  # the masked side of a block on the diagonal is computed too
+        if formula is None:
+            factor, addend = (None if table is None else table[_row(table, h), t] for table in (scale, shift))
+        else:
+            factor, addend = formula.function(t, *(parameter[_row(parameter, h)] for parameter in formula.parameters))
+        score = score if factor is None else score * factor
+        return score if addend is None else score + addend
 
     out = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
     assert isinstance(out, Tensor)
     return out
+
+
+def _row(values: Tensor, h: Tensor) -> Tensor | int:
+    """Of a head, in what has one row a head or one for all."""
+    return h if values.shape[0] > 1 else 0

@@ -1,8 +1,9 @@
 """The logits slot: L = scale[h,t] * S + shift[h,t], functions of the distance t = i - j in tokens.
 
 Each kind is a module: `forward(t)` gives the two tables for distances t >= 0 (fp64), per head or shared by all heads;
-None stands for scale 1 or shift 0. To add one: write the class, name it in KINDS, and say `logits: {kind: NAME}` in a
-file of configs/position/.
+None stands for scale 1 or shift 0. A kind may also have a `formula()`, the same in closed form (None if it has none),
+which the backend flex_closed_form needs. To add one: write the class, name it in KINDS, and say `logits: {kind: NAME}`
+in a file of configs/position/.
 """
 
 import math
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
+from model.attend import Formula
 from model.position.plan import Geometry
 
 PerHead = float | Sequence[float]
@@ -71,10 +73,24 @@ class ScaleInvariant(nn.Module):
 
     def forward(self, t: Float64[Tensor, "N"]) -> Tables:
         device = self.log_tau.device
-        alpha, beta, tau = (x.to(device)[:, None] for x in (self.alpha, self.beta, self.log_tau.double().exp()))
-        square = 2 * (torch.log1p(t.to(device) / tau) - alpha.log() + beta / alpha)
-        square = square.clamp_min(0)  # beta = alpha log(alpha) gives a_0^2 = 0 up to rounding
-        return square.sqrt(), beta / alpha - square
+        return _affine_map(t.to(device), *(parameter.to(device)[:, None] for parameter in self._parameters64()))
+
+    def formula(self) -> Formula | None:
+        if self.log_tau.requires_grad:
+            return None
+        return Formula(_affine_map, tuple(parameter.float() for parameter in self._parameters64()))
+
+    def _parameters64(self) -> tuple[Float64[Tensor, "_"], ...]:
+        """tau, beta/alpha - log(alpha), beta/alpha."""
+        ratio = self.beta / self.alpha
+        return self.log_tau.double().exp(), ratio - self.alpha.log(), ratio
+
+
+def _affine_map(t: Tensor, tau: Tensor, half_square_at_0: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """a_t and m_t of eq. 16."""
+    square = 2 * (torch.log1p(t / tau) + half_square_at_0)
+    square = square.clamp_min(0)  # beta = alpha log(alpha) gives a_0^2 = 0 up to rounding
+    return square.sqrt(), ratio - square
 
 
 class ALiBi(nn.Module):
@@ -90,7 +106,14 @@ class ALiBi(nn.Module):
         self.slopes = geometry.per_head("position.logits.slopes", chosen)
 
     def forward(self, t: Float64[Tensor, "N"]) -> Tables:
-        return None, -self.slopes[:, None] * t
+        return _minus_slope(t, self.slopes[:, None])
+
+    def formula(self) -> Formula:
+        return Formula(_minus_slope, (self.slopes.float(),))
+
+
+def _minus_slope(t: Tensor, slope: Tensor) -> tuple[None, Tensor]:
+    return None, -slope * t
 
 
 def alibi_slopes(n_head: int) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attend import Transform
+from model.attend import Formula, Transform
 from model.position import logits, query_scale, rotary
 from model.position.plan import Geometry, Plan
 
@@ -88,7 +88,12 @@ class PositionScheme(nn.Module):
         return Transform(
             scale=None if scale is None else scale.float().to(device),
             shift=None if shift is None else shift.float().to(device),
+            formula=self._formula(device),
         )
+
+    def _formula(self, device: torch.device) -> Formula | None:
+        formula: Formula | None = getattr(self.logits, "formula", lambda: None)()
+        return formula and Formula(formula.function, tuple(x.to(device) for x in formula.parameters))
 
     def _cached(self, make: Any, length: int) -> Any:
         device = self._device.device

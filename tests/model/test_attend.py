@@ -18,7 +18,7 @@ from model.attend import BACKENDS, Transform, attend
 
 ROOT = Path(__file__).resolve().parents[2]
 Leaves = tuple[Tensor, Tensor, Tensor]  # q, k, v
-EAGER = [name for name in BACKENDS if name != "flex"]  # that one is in test_attend_flex.py
+EAGER = [name for name in BACKENDS if "flex" not in name]  # those are in test_attend_flex.py
 TRANSFORMING = [name for name in EAGER if name != "sdpa"]
 
 
@@ -236,7 +236,10 @@ def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "flash"}, "attention=flash is unknown; choose one of: auto, dense, sdpa, blockwise, flex"),
+        (
+            {"backend": "flash"},
+            "attention=flash is unknown; choose one of: auto, dense, sdpa, blockwise, flex, flex_closed_form",
+        ),
         ({"backend": "sdpa"}, "attention=sdpa cannot scale or shift"),
         ({"q": shape(1, 2, 9, 4)}, "Tq=9 must lie in 1..Tk=8"),
         ({"k": shape(1, 2, 7, 4)}, "share one shape"),

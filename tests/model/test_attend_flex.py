@@ -2,18 +2,30 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from model.attend import Transform, attend
 from model.attend.flex import BLOCK, bucket, causal_block_mask
+from model.position import build_position
 
 D = 16
 
 
 def draw(length: int, n_head: int = 3, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(2, n_head, length, D, device=device, dtype=dtype) for _ in range(3)]
+
+
+def closed_form(length: int, n_head: int = 3, device: str = "cpu", **keys: Any) -> Transform:
+    """Of the scale-invariant scheme, a tau a head."""
+    tau = torch.linspace(1, 100, n_head).tolist()
+    logits = {"kind": "scale_invariant", "tau": tau, **keys}
+    position = build_position({"logits": logits}, head_dim=D, n_head=n_head, train_length=128).to(device)
+    transform = position.plan(length).transform
+    assert transform is not None
+    return transform
 
 
 def tables(length: int, heads: int = 1, device: str = "cpu") -> Transform:
@@ -30,6 +42,37 @@ def test_forward_is_the_definition_at_lengths_that_fill_no_block(heads: int) -> 
         transform = tables(length, heads)
         got = attend(q, k, v, transform, "flex")
         torch.testing.assert_close(got, attend(q, k, v, transform, "dense"), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:.*script_method")
+def test_forward_in_closed_form_is_the_definition() -> None:
+    for length in (200, 129):
+        q, k, v = draw(length)
+        transform = closed_form(length)
+        got = attend(q, k, v, transform, "flex_closed_form")
+        torch.testing.assert_close(got, attend(q, k, v, transform, "dense"), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("logits", [{"kind": "scale_invariant", "tau": [0.5, 1, 100]}, {"kind": "alibi"}], ids=str)
+def test_closed_form_in_fp32_gives_the_values_of_the_tables(logits: dict[str, Any]) -> None:
+    transform = build_position({"logits": logits}, head_dim=D, n_head=3, train_length=128).plan(65536).transform
+    assert transform is not None
+    assert transform.formula is not None
+    t = torch.arange(65536, dtype=torch.float32)
+    values = transform.formula.function(t, *(parameter[:, None] for parameter in transform.formula.parameters))
+    for value, table in zip(values, (transform.scale, transform.shift), strict=True):
+        assert (value is None) == (table is None)
+        if value is not None and table is not None:
+            torch.testing.assert_close(value, table, rtol=1e-6, atol=2e-6)
+
+
+def test_scale_and_shift_without_a_closed_form_are_refused() -> None:
+    message = "attention=flex_closed_form can't serve scale and shift that are learned or have no closed form"
+    q, k, v = draw(8)
+    with pytest.raises(ValueError, match=message):
+        attend(q, k, v, tables(8), "flex_closed_form")
+    with pytest.raises(ValueError, match=message):
+        attend(q, k, v, closed_form(8, learned=True), "flex_closed_form")
 
 
 # In a process of its own: the shape checks of the other tests' import hook would be compiled too.
@@ -117,6 +160,20 @@ def test_values_and_gradients_on_cuda_are_those_of_the_definition(dtype: torch.d
     for backend in ("flex", "dense"):
         out = attend(q, k, v, Transform(scale, shift), backend)
         results.append([out, *torch.autograd.grad(out, [q, k, v, scale, shift], upstream)])
+    atol = 2e-5 if dtype == torch.float32 else 3e-2
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=atol, rtol=10 * atol)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_in_closed_form_on_cuda_are_those_of_the_definition(dtype: torch.dtype) -> None:
+    q, k, v = (x.requires_grad_() for x in draw(1000, device="cuda", dtype=dtype))
+    transform, upstream = closed_form(1000, device="cuda"), torch.randn_like(q)
+    results = []
+    for backend in ("flex_closed_form", "dense"):
+        out = attend(q, k, v, transform, backend)
+        results.append([out, *torch.autograd.grad(out, [q, k, v], upstream)])
     atol = 2e-5 if dtype == torch.float32 else 3e-2
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=atol, rtol=10 * atol)

@@ -16,21 +16,27 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
 
 
-def test_every_backend_and_direction_has_a_row_against_sdpa(tmp_path: Path):
+def test_every_backend_has_a_row_for_every_scheme_that_it_serves(tmp_path: Path):
     out = tmp_path / "new" / "attention.json"
-    done = bench("attention", *SMALL, "backends=[sdpa,blockwise,dense]", f"out={out}")
+    words = ["positions=[rope,logn_rope,alibi]", "backends=[sdpa,blockwise,dense,flex]"]
+    done = bench("attention", *SMALL, *words, f"out={out}")
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["machine"]["device"]
     assert result["machine"]["threads"] >= 1
-    rows = {row["name"]: row for row in result["rows"]}
-    assert len(rows) == 6
-    assert all(name in done.stdout for name in rows)
-    for row in rows.values():
+    rows = result["rows"]
+    combinations = [(row["position"], row["backend"]) for row in rows if row["direction"] == "forward"]
+    served = [(name, backend) for name in ("rope", "logn_rope") for backend in ("sdpa", "blockwise", "dense")]
+    # sdpa has no place for ALiBi, and flex none for a head dimension of 4
+    assert combinations == [("plain sdpa", "sdpa"), *served, ("alibi", "blockwise"), ("alibi", "dense")]
+    assert len(rows) == 2 * len(combinations)
+    for row in rows:
+        assert row["name"] in done.stdout
         assert row["seconds"] > 0
         assert row["tokens_per_second"] == pytest.approx(20 / row["seconds"])
         assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
-        assert (row["ratio_to_sdpa"] == 1) == (row["backend"] == "sdpa")
+        assert (row["ratio_to_sdpa"] == 1) == (row["position"] == "plain sdpa")
+        assert row["utilisation"] is None
     assert list(out.parent.iterdir()) == [out]
 
 
@@ -50,12 +56,28 @@ def test_every_scheme_has_a_row_against_the_reference_and_a_utilisation(tmp_path
         assert row["utilisation"] == pytest.approx(row["tokens_per_second"] * flops / 1e11)
 
 
+def test_each_reader_of_the_data_has_a_row(tmp_path: Path):
+    out = tmp_path / "data.json"
+    done = bench("data", "tokens=200000", "tokens_per_step=16384", "lengths=[1024,8192]", "repeats=3", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    rows = {(row["reader"], row["length"]): row for row in json.loads(out.read_text())["rows"]}
+    assert set(rows) == {(r, n) for r in ("plain", "loader", "loader shuffled") for n in (1024, 8192)}
+    for (reader, _), row in rows.items():
+        assert row["tokens"] == 12 * 16384
+        assert row["tokens_per_second"] == pytest.approx(12 * 16384 / row["seconds"])
+        assert (row["ratio"] == 1) == (reader == "plain")
+    assert list(tmp_path.iterdir()) == [out]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nonsense"], "kind=nonsense is unknown; choose one of: attention, model"),
+        (["data", "tokens=1000"], "tokens=1000 must be more than tokens_per_step=524288"),
+        (["data", "repeats=0"], "repeats=0 must be at least 1"),
+        (["data", "dir=nowhere"], "data.dir=nowhere: no such folder"),
+        (["nonsense"], "kind=nonsense is unknown; choose one of: attention, data,"),
         (["attention", "backends=[sdpa,flash]"], "'flash' is unknown; use dense, sdpa"),
-        (["attention", "backends=[blockwise]"], "must hold 'sdpa'"),
+        (["attention", "positions=[what]"], "position=what is unknown; choose one of: alibi,"),
         (["attention", "dtype=fp8"], "dtype=fp8 is unknown; use fp32, bf16, fp16"),
         (["attention", "lengths=[64,0]"], "lengths=[64, 0] must be positive"),
         (["attention", "device=tpu"], "device=tpu is not here"),
