@@ -242,6 +242,15 @@ class BenchModelConfig(BenchConfig):
 
 
 @dataclass
+class BenchTokenizeConfig:
+    workers: list[int] = MISSING
+    copies: int = MISSING
+    document_characters: int = MISSING
+    repeats: int = MISSING
+    out: str = MISSING
+
+
+@dataclass
 class BenchDataConfig:
     dir: str | None = None
     tokens: int = MISSING
@@ -269,6 +278,7 @@ SCHEMAS: dict[str, type] = {
     "reproduce": ReproduceConfig,
     "bench_attention": BenchAttentionConfig,
     "bench_model": BenchModelConfig,
+    "bench_tokenize": BenchTokenizeConfig,
     "bench_data": BenchDataConfig,
     "inspect_data": InspectDataConfig,
     "train": TrainConfig,

@@ -1,9 +1,8 @@
 """Speed and memory, as ratios within one run: python scripts/bench.py KIND key=value ...
 
 KIND attention: backends and position schemes against SDPA's plain causal attention. KIND model: a model under each
-position scheme against one of them. KIND data: the loader, from a warm page cache. Prints a table and writes
-results/bench/KIND.json:
-{"machine": {...}, "rows": [...]}.
+position scheme against one of them. KIND data: the loader, from a warm page cache. KIND tokenize: text to shards against
+tiktoken alone. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
 """
 
 import json
@@ -36,7 +35,13 @@ def bench_data(config: Any) -> dict[str, Any]:
     return measure(config)
 
 
-KINDS = {"attention": bench_attention, "data": bench_data, "model": bench_model}
+def bench_tokenize(config: Any) -> dict[str, Any]:
+    from eval.bench_tokenize import bench_tokenize as measure
+
+    return measure(config)
+
+
+KINDS = {"attention": bench_attention, "data": bench_data, "model": bench_model, "tokenize": bench_tokenize}
 
 
 def main() -> None:
