@@ -1,8 +1,8 @@
 """Speed and memory, as ratios within one run: python scripts/bench.py KIND key=value ...
 
 KIND attention: backends and position schemes against SDPA's plain causal attention. KIND model: a model under each
-position scheme against one of them. KIND data: the loader, from a warm page cache. KIND tokenize: text to shards against
-tiktoken alone. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
+position scheme against one of them. KIND data: the loader, from a warm page cache. KIND tokenize: text to shards
+against tiktoken alone. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
 """
 
 import json
