@@ -168,8 +168,8 @@ class NeedleSamples:
     def _longest(self, texts: Sequence[str]) -> int:
         """The most tokens that `needles` of the texts can take, whatever digits stand for the zeros in them."""
         zeros = "0" * self.task.digits
-        without = self.tokenizer.encode_batch([text.replace(zeros, "") for text in texts])
-        longest = sorted(map(len, without))[-self.task.needles :]
+        without = [len(self._encode(text.replace(zeros, ""))) for text in texts]
+        longest = sorted(without)[-self.task.needles :]
         return sum(longest) + self.task.needles * self.task.digits  # at most one token a digit
 
 

