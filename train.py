@@ -5,15 +5,18 @@ goes on from the newest checkpoint of its run_dir.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from configs.command import command
 from configs.schema import check
-from data.loader import TokenStream, TrainBatches, open_split, validation_batches
+from data.loader import TrainBatches, open_split, validation_batches
 from eval.loss import loss_by_length
+from model.gpt import GPT
 from training.checkpoint import restore_checkpoint, save_checkpoint
 from training.checkpoint_folder import awaits_validation, checkpoint_path, latest_checkpoint, record_validation
 from training.distributed import Process, Stopped, StopSignal, start_process
@@ -26,42 +29,63 @@ from training.schedule import learning_rate_factor
 from training.state import TrainState, build_state
 from training.step import micro_batch_rows, train_step, wrap
 
+Measure = Callable[[GPT, Callable[[], None]], dict[int, float]]  # validation: {length: mean loss}
+
+
+class Batches(Protocol):
+    """The data of one process: of a step, tokens and targets, each (rows_per_rank, length)."""
+
+    rows_per_rank: int
+    length: int
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]: ...
+
 
 @command("train")
 @record  # torchrun's own report then shows the error of the process that failed first
 def main(config: Any) -> None:
     check(config)
-    run_dir = Path(config.run_dir)
     with start_process(config.device, config.precision) as process:
-        with process.together():
-            batches, validation = open_data(config, process)
-            if config.attention.startswith("flex") and process.device.type == "cpu":
-                raise ValueError(
-                    f"attention={config.attention} has no gradients on a CPU; use attention=auto or blockwise"
-                )
-            check_run_dir(run_dir, config)
-            config.wandb.id = wandb_id(run_dir, config)
-            state = build_state(config, process.device)
-            if folder := latest_checkpoint(run_dir):
-                restore_checkpoint(folder, state)
-        check_same_step(state, run_dir, process)
-        validated = folder is not None and not awaits_validation(folder)
-        if state.step >= config.train.steps and validated:
-            if process.is_main:
-                print(f"{run_dir} is already trained to step {state.step}; nothing to do")
-            return
-        with locked(run_dir, process):
-            process.on_main(lambda: write_config(run_dir, config))
-            with RunLog(run_dir, config, state.step, process, validated) as log:
-                try:
-                    train(config, state, batches, validation, process, log)
-                except OSError as error:  # a full disk, above all
-                    error.add_note(f"; the same command goes on from {latest_checkpoint(run_dir) or 'the start'}")
-                    raise
+        run(config, process, open_data)
 
 
-def open_data(config: Any, process: Process) -> tuple[TrainBatches, TokenStream]:
-    """The training batches of this process and the validation tokens; raises ValueError when there are too few."""
+def run(
+    config: Any,
+    process: Process,
+    open_data: Callable[[Any, Process], tuple[Batches, Measure]],
+    initialise: Callable[[GPT], object] = lambda model: None,
+) -> None:
+    """The run that `config` describes, from its newest checkpoint, or from the weights that `initialise` gives it."""
+    run_dir = Path(config.run_dir)
+    with process.together():
+        batches, measure = open_data(config, process)
+        if config.attention.startswith("flex") and process.device.type == "cpu":
+            raise ValueError(f"attention={config.attention} has no gradients on a CPU; use attention=auto or blockwise")
+        check_run_dir(run_dir, config)
+        config.wandb.id = wandb_id(run_dir, config)
+        state = build_state(config, process.device)
+        if folder := latest_checkpoint(run_dir):
+            restore_checkpoint(folder, state)
+        else:
+            initialise(state.model)
+    check_same_step(state, run_dir, process)
+    validated = folder is not None and not awaits_validation(folder)
+    if state.step >= config.train.steps and validated:
+        if process.is_main:
+            print(f"{run_dir} is already trained to step {state.step}; nothing to do")
+        return
+    with locked(run_dir, process):
+        process.on_main(lambda: write_config(run_dir, config))
+        with RunLog(run_dir, config, state.step, process, validated) as log:
+            try:
+                train(config, state, batches, measure, process, log)
+            except OSError as error:  # a full disk, above all
+                error.add_note(f"; the same command goes on from {latest_checkpoint(run_dir) or 'the start'}")
+                raise
+
+
+def open_data(config: Any, process: Process) -> tuple[TrainBatches, Measure]:
+    """The training batches of this process and the validation; raises ValueError when there are too few tokens."""
     vocab_size = config.model.vocab_size
     batches = TrainBatches(
         open_split(config.data.dir, "train", vocab_size),
@@ -77,15 +101,25 @@ def open_data(config: Any, process: Process) -> tuple[TrainBatches, TokenStream]
     validation = open_split(config.data.dir, "val", vocab_size)
     for length in config.validation.lengths:
         validation_batches(validation, length, config.validation.tokens, rows_per_batch=1)  # checks, reads nothing
-    return batches, validation
+
+    def measure(model: GPT, between: Callable[[], None]) -> dict[int, float]:
+        return loss_by_length(
+            model,
+            validation,
+            config.validation.lengths,
+            config.validation.tokens,
+            process,
+            config.train.micro_batch_tokens,
+            between=between,
+        )
+
+    return batches, measure
 
 
-def train(
-    config: Any, state: TrainState, batches: TrainBatches, validation: TokenStream, process: Process, log: RunLog
-) -> None:
+def train(config: Any, state: TrainState, batches: Batches, measure: Measure, process: Process, log: RunLog) -> None:
     """Steps until config.train.steps, with validation and checkpoints on the way."""
     run_dir, steps = Path(config.run_dir), config.train.steps
-    micro_rows = micro_batch_rows(batches.rows_per_rank, config.train.length, config.train.micro_batch_tokens)
+    micro_rows = micro_batch_rows(batches.rows_per_rank, batches.length, config.train.micro_batch_tokens)
     forward = wrap(state.model, process)
     if config.compile == "True" or (config.compile == "auto" and process.device.type == "cuda"):
         for block in state.model.blocks:  # by block: one compilation serves all layers
@@ -96,15 +130,7 @@ def train(
 
     def validate() -> dict[int, float]:
         """Raises Stopped where a signal cuts it short."""
-        losses = loss_by_length(
-            state.model,
-            validation,
-            config.validation.lengths,
-            config.validation.tokens,
-            process,
-            config.train.micro_batch_tokens,
-            between=lambda: stop.check(process),
-        )
+        losses = measure(state.model, lambda: stop.check(process))
         named = {f"val/loss_{length}": loss for length, loss in losses.items()}
         check_finite(named, state.step, run_dir, process)
         log.metrics({"step": state.step, "tokens": state.step * config.train.tokens_per_step, **named})
@@ -126,7 +152,7 @@ def train(
     with profiled(config.profile and process.is_main, run_dir, process.device) as step_done:
         while state.step < steps:
             metrics.start()
-            factor = learning_rate_factor(state.step, steps, config.schedule.kind, config.schedule.cooldown_fraction)
+            factor = learning_rate_factor(state.step, steps, **config.schedule)
             tokens, targets = batches.batch(state.step)
             result = train_step(state, forward, tokens, targets, micro_rows, factor, process)
             log.metrics(metrics.measure(state, result, factor))

@@ -24,6 +24,9 @@ CONFIGS = Path(__file__).resolve().parent
 # The keys of a position slot belong to its kind, which checks them itself, so Hydra must let any of them in.
 SLOT_KEY = re.compile(r"^(?=position\.(rotary|query_scale|logits|core)\.\w+=)")
 
+# Free text, which is taken as it is: any quotes, brackets, commas and ${...} are the user's own.
+TEXT_KEYS = {"generate": ("prompt",)}
+
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
     """The resolved config `configs/<config_name>.yaml` under Hydra overrides, typed by its schema where it has one.
@@ -31,7 +34,9 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     Raises ValueError, in one line that names the key, the value and what would be right.
     """
     _check_experiment(config_name, overrides)
-    opened = [SLOT_KEY.sub("++", override) for override in overrides]
+    texts = dict(word.split("=", 1) for word in overrides if word.split("=", 1)[0] in TEXT_KEYS.get(config_name, ()))
+    words = [word for word in overrides if word.split("=", 1)[0] not in texts]
+    opened = [SLOT_KEY.sub("++", word) for word in words]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
             config = hydra_compose(config_name, overrides=opened)
@@ -41,6 +46,8 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         except (HydraException, OmegaConfBaseException, TypeError) as error:
             raise ValueError(_explain(config_name, overrides, error)) from error
     assert isinstance(config, DictConfig)
+    for key, text in texts.items():
+        config[key] = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf reads back what was typed
     if missing := sorted(OmegaConf.missing_keys(config)):
         raise ValueError(f"{missing[0]} is not set; add {missing[0]}=... to the command")
     return config
@@ -124,6 +131,9 @@ def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key = unknown.group(1)
         return f"{key}={_given(overrides, key)}: there is no such key{_nearest(config_name, key)}"
+    if unknown := re.search(r"Interpolation key 'scales\.([^']+)\.\w+' not found", text):
+        scales = ", ".join(hydra_compose(config_name).scales)
+        return f"scale={unknown.group(1)} is unknown; choose one of: {scales}"
     if typed := re.search(r"full_key: (\S+)", text):
         key = typed.group(1)
         if "not a ListConfig" in text:

@@ -56,6 +56,7 @@ class Optimizer:
 class Schedule:
     kind: str = MISSING
     cooldown_fraction: float | None = None
+    warmup_fraction: float | None = None
 
 
 @dataclass
@@ -115,6 +116,68 @@ class EvaluateConfig:
     micro_batch_tokens: int = MISSING
     device: str = MISSING
     precision: str = MISSING
+
+
+@dataclass
+class GenerateConfig:
+    run_dir: str = MISSING
+    prompt: str = MISSING
+    prompts_file: str | None = None
+    start_of_document: bool = MISSING
+    max_new_tokens: int = MISSING
+    temperature: float = MISSING
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = MISSING
+    stop: list[str] = MISSING
+    inference_length: int | None = None
+    prefill_tokens: int = MISSING
+    tokenizer: str | None = None
+    step: int | None = None
+    device: str = MISSING
+    precision: str = MISSING
+
+
+@dataclass
+class Needle:
+    template: str = MISSING
+    needles: int = MISSING
+    digits: int = MISSING
+    cue: str = MISSING
+
+
+@dataclass
+class NeedleTrain:
+    length: int | None = None
+    rows: int = MISSING
+    steps: int = MISSING
+    warmup_fraction: float = MISSING
+    cooldown_fraction: float = MISSING
+    checkpoint_every: int = MISSING
+    validate_every: int = MISSING
+    validation_samples: int = MISSING
+
+
+@dataclass
+class NeedleConfig:
+    run_dir: str = MISSING
+    finetune: bool = MISSING
+    out_dir: str | None = None
+    step: int | None = None
+    seed: int = MISSING
+    data_dir: str | None = None
+    tokenizer: str | None = None
+    scale: str = MISSING
+    lengths: list[int] = MISSING
+    samples: int = MISSING
+    needle: Needle = field(default_factory=Needle)
+    train: NeedleTrain = field(default_factory=NeedleTrain)
+    scales: dict[str, Any] = MISSING
+    micro_batch_tokens: int = MISSING
+    device: str = MISSING
+    precision: str = MISSING
+    compile: str = MISSING
+    wandb: Wandb = field(default_factory=Wandb)
 
 
 @dataclass
@@ -241,6 +304,8 @@ SCHEMAS: dict[str, type] = {
     "bench_train": BenchTrainConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
+    "needle": NeedleConfig,
     "show_position": ShowPositionConfig,
 }
 
@@ -284,6 +349,8 @@ def check(config: Any) -> None:
     cooldown = config.schedule.cooldown_fraction
     if config.schedule.kind == "constant_then_linear" and not (cooldown is not None and 0 <= cooldown <= 1):
         raise ValueError(f"schedule.cooldown_fraction={cooldown} must lie in [0, 1]")
+    if not 0 <= (config.schedule.warmup_fraction or 0) <= 1:
+        raise ValueError(f"schedule.warmup_fraction={config.schedule.warmup_fraction} must lie in [0, 1]")
     _check_model(config.model)
     _check_optimizer(config.optimizer)
 

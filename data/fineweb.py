@@ -1,4 +1,4 @@
-"""FineWeb: as public shards of GPT-2 tokens (those of the NanoGPT speedrun), or as a stream of its texts."""
+"""FineWeb as public shards of GPT-2 tokens (those of the NanoGPT speedrun), or streamed as text; so is C4."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,8 @@ END_OF_TEXT = 50256
 # source: the data set on the Hugging Face hub, and how many training shards of 100 million tokens it has
 DATASETS = {"fineweb10b": ("kjj0/fineweb10B-gpt2", 103), "fineweb100b": ("kjj0/fineweb100B-gpt2", 1030)}
 TEXTS = "HuggingFaceFW/fineweb"
+# source: the data set whose texts are streamed, and its subset unless another is asked for
+STREAMED = {"fineweb": (TEXTS, "sample-10BT"), "c4": ("allenai/c4", "en")}
 ROWS_AT_ONCE = 256
 
 
@@ -58,12 +60,12 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 class Stream:
-    """The texts of FineWeb, or of one of its subsets, read from the hub while they are tokenized."""
+    """The texts of a subset of FineWeb or C4, read from the hub while they are tokenized."""
 
     total_bytes: int | None = None
 
-    def __init__(self, subset: str) -> None:
-        self._subset = subset
+    def __init__(self, source: str, subset: str) -> None:
+        self._source, self._repo, self._subset = source, STREAMED[source][0], subset
         self.identity: dict[str, Any] = {}  # positions name the version of the data
 
     def batches(self, start: Position | None = None) -> Iterator[Batch]:
@@ -71,7 +73,7 @@ class Stream:
         return batched(self._read(start or {"revision": None, "state": None, "row": 0, "bytes": 0}))
 
     def _read(self, start: Position) -> Iterator[tuple[Position | None, Piece, int]]:
-        hub = Hub(TEXTS, "fineweb")
+        hub = Hub(self._repo, self._source)
         newest = hub.probe("README.md")
         revision = start["revision"] or newest  # a later start goes on in the version that the first one read
         skipped, n_bytes = start["row"], start["bytes"]
@@ -96,9 +98,11 @@ class Stream:
         """The stream as tables of one column. Raises ValueError for a subset that isn't there."""
         from datasets import load_dataset  # takes a second to import
 
+        # Of parquet files only that column is downloaded; lines of JSON come whole.
+        options = {"columns": ["text"]} if self._source == "fineweb" else {}
         dataset = load_dataset(
-            TEXTS, name=self._subset, split="train", streaming=True, columns=["text"], revision=revision
-        ).with_format("arrow")
-        if "text" not in (dataset.column_names or []):
-            raise ValueError(f'subset={self._subset}: {TEXTS} has no column "text" there')
-        return dataset
+            self._repo, name=self._subset, split="train", streaming=True, revision=revision, **options
+        ).select_columns(["text"])
+        if "text" not in (dataset.column_names or ["text"]):
+            raise ValueError(f'subset={self._subset}: {self._repo} has no column "text" there')
+        return dataset.with_format("arrow")

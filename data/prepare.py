@@ -36,8 +36,7 @@ from data.shards import MAX_TOKENS
 from data.sources import Files, Source, sotu_files, text_files
 from data.tokenizer import load_tokenizer
 
-SOURCES = ("sotu", "text", "fineweb", *fineweb.DATASETS)
-SUBSET = "sample-10BT"
+SOURCES = ("sotu", "text", *fineweb.STREAMED, *fineweb.DATASETS)
 SOTU_VAL_EVERY = 10
 
 
@@ -94,11 +93,11 @@ def prepare(
 ) -> Prepared:
     """Makes `out_dir` with `NAME_val_000000.bin ...`, `NAME_train_000001.bin ...` and `manifest.json`.
 
-    `source` is `sotu`, `text` (files under `path`), `fineweb` (the texts of its `subset`, streamed), or `fineweb10b`,
-    `fineweb100b` (public shards). Validation is the first `val_tokens` tokens (by default the first shard), at no
-    document's border; or, with `val_every`, every so many-th document, whole (by default for `sotu`: every tenth). With
-    `shards`, the work ends after so many training shards. `workers` threads encode, by default one per core; the
-    output is the same for any number.
+    `source` is `sotu`, `text` (files under `path`), `fineweb` or `c4` (the texts of a `subset`, streamed), or
+    `fineweb10b`, `fineweb100b` (public shards). Validation is the first `val_tokens` tokens (by default the first
+    shard), at no document's border; or, with `val_every`, every so many-th document, whole (by default for `sotu`:
+    every tenth). With `shards`, the work ends after so many training shards. `workers` threads encode, by default one
+    per core; the output is the same for any number.
 
     A folder finished with the same arguments is verified and left as it is; damaged public shards are fetched again.
     An interrupted preparation goes on where it was. Raises ValueError or FileNotFoundError for arguments that don't
@@ -243,9 +242,10 @@ def _finished(folder: Path, arguments: dict[str, Any], overwrite: bool) -> dict[
 
 def _open_source(source: str, path: str | Path | None, subset: str | None) -> tuple[Source, dict[str, Any]]:
     """What to read, and what the manifest says of it."""
-    if source == "fineweb":
-        subset = subset or SUBSET
-        return fineweb.Stream(subset), {"dataset": fineweb.TEXTS, "subset": subset}
+    if source in fineweb.STREAMED:
+        dataset, default = fineweb.STREAMED[source]
+        subset = subset or default
+        return fineweb.Stream(source, subset), {"dataset": dataset, "subset": subset}
     if source == "text" and path is None:
         raise ValueError("path is not set; source=text needs path=FILE_OR_FOLDER")
     files = sotu_files() if path is None else text_files(str(path))
@@ -279,8 +279,8 @@ def _check(source: str, path: object, subset: object, shards: object, workers: o
         raise ValueError(f"source={source} is unknown; choose one of: {', '.join(SOURCES)}")
     if path is not None and source != "text":
         raise ValueError(f"path={path} is only for source=text, not source={source}; leave it out")
-    if subset is not None and source != "fineweb":
-        raise ValueError(f"subset={subset} is only for source=fineweb, not source={source}; leave it out")
+    if subset is not None and source not in fineweb.STREAMED:
+        raise ValueError(f"subset={subset} is only for source=fineweb or c4, not source={source}; leave it out")
     if workers is not None:
         _check_count("workers", workers, 1, 1024)
     if not isinstance(overwrite, bool):

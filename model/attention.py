@@ -1,6 +1,6 @@
 """Causal self-attention of one layer: projections, QK-norm, and a core that follows the position plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from model.attend import attend
+from model.cache import KeysAndValues, LayerCache, split_rows
 from model.infini import InfiniAttention
 from model.position import Plan
 from model.position.plan import Geometry
@@ -36,6 +37,21 @@ class DotProduct(nn.Module):
     ) -> Float[Tensor, "B H T d"]:
         return attend(plan.query(q), plan.rotate(k), v, plan.transform, backend)
 
+    def new_cache(self, rows: int, capacity: int) -> KeysAndValues:
+        return KeysAndValues(rows, capacity)
+
+    def extend(
+        self,
+        q: Float[Tensor, "B H T d"],
+        k: Float[Tensor, "B H T d"],
+        v: Float[Tensor, "B H T d"],
+        plan: Plan,
+        cache: KeysAndValues,
+    ) -> Float[Tensor, "B H T d"]:
+        """The same for the tokens that follow those of the cache."""
+        keys, values = cache.append(plan.rotate(k), v)
+        return attend(plan.query(q), keys, values, plan.transform)
+
 
 CORES = {"none": DotProduct, "infini": InfiniAttention}
 
@@ -57,10 +73,25 @@ class CausalSelfAttention(nn.Module):
         nn.init.zeros_(self.out.weight)
 
     def forward(self, x: Float[Tensor, "B T C"], plan: Plan) -> Float[Tensor, "B T C"]:
+        q, k, v = self._project(x)
+        return self._join(self.core(q, k, v, plan, self.backend))
+
+    def extend(
+        self, x: Float[Tensor, "B T C"], plans: Sequence[Plan], caches: Sequence[LayerCache]
+    ) -> Float[Tensor, "B T C"]:
+        """Attention of tokens that follow those of the caches, which take the rows of x in order.
+
+        `attend` picks the backend: the one that a run was trained with need not take fewer queries than keys.
+        """
+        pieces = zip(*(split_rows(y, caches) for y in self._project(x)), plans, caches, strict=True)
+        return self._join(torch.cat([self.core.extend(*piece) for piece in pieces]))
+
+    def _project(self, x: Float[Tensor, "B T C"]) -> tuple[Tensor, Tensor, Tensor]:
         q = rms_norm(self._heads(self.query(x)))
         k = rms_norm(self._heads(self.key(x)))
-        v = self._heads(self.value(x))
-        y = self.core(q, k, v, plan, self.backend)
+        return q, k, self._heads(self.value(x))
+
+    def _join(self, y: Float[Tensor, "B H T d"]) -> Float[Tensor, "B T C"]:
         return self.out(y.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Float[Tensor, "B T C"]) -> Float[Tensor, "B H T d"]:

@@ -3,7 +3,7 @@
 The only thing that differs between the compared models is the position scheme.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attend import check_backend
 from model.attention import CausalSelfAttention, rms_norm
+from model.cache import Cache, LayerCache
 from model.cross_entropy import linear_cross_entropy
 from model.position import Plan, build_position
 from model.position.plan import Geometry
@@ -98,6 +99,12 @@ class Block(nn.Module):
         x = x + self.attention(rms_norm(x), plan)
         return x + self.mlp(rms_norm(x))
 
+    def extend(
+        self, x: Float[Tensor, "B T C"], plans: Sequence[Plan], caches: Sequence[LayerCache]
+    ) -> Float[Tensor, "B T C"]:
+        x = x + self.attention.extend(rms_norm(x), plans, caches)
+        return x + self.mlp(rms_norm(x))
+
 
 class GPT(nn.Module):
     """A decoder-only language model; `GPT(config)(tokens)` gives logits, with targets the loss.
@@ -151,3 +158,27 @@ class GPT(nn.Module):
             # a block draws no random numbers, so none need to be drawn again
             return checkpoint(block, x, plan, use_reentrant=False, preserve_rng_state=False)
         return block(x, plan)
+
+    def new_cache(self, rows: int, inference_length: int) -> Cache:
+        """An empty cache for `rows` sequences of equal length that grow to `inference_length` tokens at most."""
+        cores = [block.attention.core for block in self.blocks if isinstance(block, Block)]
+        return Cache([core.new_cache(rows, inference_length) for core in cores], rows, inference_length)
+
+    @torch.no_grad()
+    def extend(self, tokens: Int[Tensor, "B T"], caches: Sequence[Cache]) -> Float[Tensor, "B V"]:
+        """Logits of what follows the last of the tokens, which themselves follow what the caches hold.
+
+        Equal to `forward` on the whole sequences, but for rounding, at the caches' inference length. The caches take
+        the rows in order; their lengths may differ, and everything but attention runs on all rows together.
+
+        Raises ValueError when a sequence would grow beyond its cache's inference length.
+        """
+        count = tokens.shape[1]
+        plans = [self.position.plan(cache.length + count, cache.length, cache.inference_length) for cache in caches]
+        x = rms_norm(self.embedding(tokens))
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            x = block.extend(x, [plan.at_layer(layer) for plan in plans], [cache.layers[layer] for cache in caches])
+        for cache in caches:
+            cache.length += count
+        return self.output(rms_norm(x[:, -1]))

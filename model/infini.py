@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from model.attend import attend
+from model.cache import KeysAndValues, LayerCache
 from model.position import Plan
 from model.position.plan import Geometry
 
@@ -60,6 +61,33 @@ class InfiniAttention(nn.Module):
         mixed = (gate * remembered + (1 - gate) * attended).to(v.dtype)
         return mixed.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
 
+    def new_cache(self, rows: int, capacity: int) -> "Memory":
+        return Memory(rows, min(self.segment_length, capacity))
+
+    def extend(
+        self,
+        q: Float[Tensor, "B H T d"],
+        k: Float[Tensor, "B H T d"],
+        v: Float[Tensor, "B H T d"],
+        plan: Plan,
+        cache: "Memory",
+    ) -> Float[Tensor, "B H T d"]:
+        """The same for the tokens that follow those of the cache."""
+        query, key = plan.query(q), plan.rotate(k)
+        gate = self.gate.sigmoid()[:, None, None]
+        mixed = []
+        start = 0
+        while start < q.shape[2]:
+            part = slice(start, start + cache.segment.room)
+            keys, values = cache.segment.append(key[:, :, part], v[:, :, part])
+            attended = attend(query[:, :, part], keys, values, plan.transform)
+            remembered = cache.exchange(q[:, :, part], k[:, :, part], v[:, :, part], self.delta)
+            mixed.append((gate * remembered + (1 - gate) * attended).to(v.dtype))
+            start = min(part.stop, q.shape[2])
+            if cache.segment.room == 0:
+                cache.close_segment()
+        return torch.cat(mixed, dim=2)
+
     def _remember(
         self, q: Float[Tensor, "n B H S d"], k: Float[Tensor, "n B H S d"], v: Float[Tensor, "n B H S d"]
     ) -> Float[Tensor, "n B H S d"]:
@@ -74,6 +102,38 @@ class InfiniAttention(nn.Module):
                 memory = memory + key.mT @ news
                 norm = norm + key.sum(dim=-2)[..., None]
             return torch.stack(read)
+
+
+class Memory(LayerCache):
+    """Infini-attention's cache: the memory of all full segments, and the segment that is being filled.
+
+    What a segment adds to the memory is summed up as its tokens come, and counts once the segment is full.
+    """
+
+    def __init__(self, rows: int, capacity: int):
+        super().__init__(rows, capacity)
+        self.segment = KeysAndValues(rows, capacity)
+        self._memory: tuple[Tensor, Tensor] | None = None  # M and z
+        self._news: tuple[Tensor, Tensor] | None = None
+
+    def exchange(
+        self, q: Float[Tensor, "B H T d"], k: Float[Tensor, "B H T d"], v: Float[Tensor, "B H T d"], delta: bool
+    ) -> Float[Tensor, "B H T d"]:
+        """A_mem of tokens of this segment, in fp32; takes up what their keys and values add."""
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = F.elu(q.float()) + 1, F.elu(k.float()) + 1, v.float()
+            if self._memory is None or self._news is None:
+                self._memory = self._news = torch.zeros_like(k.mT @ v), torch.zeros_like(k[:, :, :1].mT)
+            news = v - _retrieve(k, *self._memory) if delta else v
+            self._news = self._news[0] + k.mT @ news, self._news[1] + k.sum(dim=-2)[..., None]
+            return _retrieve(q, *self._memory)
+
+    def close_segment(self) -> None:
+        assert self._memory is not None
+        assert self._news is not None
+        self._memory = self._memory[0] + self._news[0], self._memory[1] + self._news[1]
+        self._news = torch.zeros_like(self._memory[0]), torch.zeros_like(self._memory[1])
+        self.segment.clear()
 
 
 def _retrieve(x: Tensor, memory: Tensor, norm: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ FOLDERS = ("model", "training", "data", "eval", "scripts", "configs")
 LAYERS = [
     ("model.attend", "model.cross_entropy"),
     ("model.position",),
-    ("model.attention", "model.infini"),
+    ("model.attention", "model.infini", "model.cache"),
     ("model",),
     ("training",),
     ("eval",),

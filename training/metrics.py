@@ -26,12 +26,12 @@ class StepMetrics:
     def measure(self, state: TrainState, result: StepResult, factor: float) -> dict[str, float]:
         """The values of the step that began at `start`.
 
-        Loss in nats per token, the peak memory of this process in bytes, on a known GPU the utilisation (the model's
+        Loss in nats per target, the peak memory of this process in bytes, on a known GPU the utilisation (the model's
         floating-point operations as a share of what the GPUs can do); a loss or norm that is not finite is left out,
         and the steps that had one so far are counted.
         """
         speed = self.tokens_per_step / (time.perf_counter() - self.started)
-        measured = {"train/loss": result.loss / self.tokens_per_step, "train/grad_norm": result.grad_norm}
+        measured = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
         counts = {f"train/nonfinite_{name}": count for name, count in state.nonfinite.items() if count}
         return {
             "step": state.step,

@@ -18,7 +18,7 @@ class StepResult(NamedTuple):
     """What a step measured, the same on every process.
 
     Attributes:
-        loss: summed over the tokens of all processes, in nats.
+        loss: mean over the targets of all processes, in nats.
         grad_norm: the 2-norm of the gradient of the mean loss, over all parameters.
     """
 
@@ -55,19 +55,20 @@ def train_step(
     factor: float,
     process: Process,
 ) -> StepResult:
-    """Accumulates the gradient of the mean loss over all tokens of all processes, and updates the weights once.
+    """Accumulates the gradient of the mean loss over all targets of all processes, and updates the weights once.
 
-    The losses are summed over tokens and divided once, so the split into processes and micro-batches does not matter
+    The losses are summed over targets and divided once, so the split into processes and micro-batches does not matter
     but for rounding. A loss or gradient that is not finite, on whatever process, changes no weight and no optimizer on
     any of them; the step is counted all the same, also in `state.nonfinite`.
 
     Args:
         forward: `wrap(state.model, process)`, possibly compiled.
-        tokens, targets: this process's sequences of the step.
+        tokens, targets: this process's sequences of the step; a target of -100 does not count.
         factor: of the schedule, on every learning rate.
     """
     total = torch.zeros((), device=process.device)
-    share = 1 / tokens.numel()  # DDP averages over processes, which all have as many tokens
+    counted = process.sum(_to((targets >= 0).sum(), process))
+    share = process.world_size / counted  # DDP averages over processes
     pieces = list(zip(tokens.split(micro_rows), targets.split(micro_rows), strict=True))
     for index, (inputs, wanted) in enumerate(pieces):
         with _gradients_stay_here(forward, index < len(pieces) - 1):
@@ -75,7 +76,7 @@ def train_step(
                 loss = forward(_to(inputs, process), _to(wanted, process), reduction="sum")
             (loss * share).backward()
         total += loss.detach()
-    result = _result(state, total, process)
+    result = _result(state, total / counted, process)
     state.step += 1
     for name in result.nonfinite:
         state.nonfinite[name] += 1

@@ -60,6 +60,9 @@ class PositionScheme(nn.Module):
         device = self._device.device
         frequency, cos, sin = self._cached(self._rotation, inference_length)
         learned = next(self.logits.parameters(), None) is not None
+        transform = (
+            self._transform(inference_length, device) if learned else self._cached(self._transform, inference_length)
+        )
         return Plan(
             length=length,
             angular_frequency=frequency,
@@ -67,7 +70,7 @@ class PositionScheme(nn.Module):
             sin=None if sin is None else sin[start:length],
             temperature=self.rotary.temperature(inference_length),
             query_scale=self.query_scale(start, length, inference_length),
-            transform=self._transform(length, device) if learned else self._cached(self._transform, length),
+            transform=_first(length, transform),
         )
 
     def _rotation(self, length: int, device: torch.device) -> tuple[Tensor | None, ...]:
@@ -101,6 +104,14 @@ class PositionScheme(nn.Module):
             with torch.inference_mode(False):  # a later training pass may use them too
                 self._tables[key] = make(length, device)
         return self._tables[key]
+
+
+def _first(length: int, transform: Transform | None) -> Transform | None:
+    """The tables for distances under `length`; of longer ones, views."""
+    if transform is None:
+        return None
+    scale, shift = transform.scale, transform.shift
+    return Transform(None if scale is None else scale[:, :length], None if shift is None else shift[:, :length])
 
 
 def build_position(

@@ -1,6 +1,8 @@
 """Against a local server with the hub's layout, which breaks off, corrupts, and answers 404, 429 and 503."""
 
+import gzip
 import io
+import json
 import os
 import shutil
 import signal
@@ -291,6 +293,16 @@ def parquet(**columns):
     return file.getvalue()
 
 
+C4_README = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/c4-train.*.json.gz
+---
+"""
+
+
 @pytest.fixture
 def documents(server):
     """Three files of sample-10BT beside another subset."""
@@ -326,6 +338,22 @@ def test_fineweb_is_streamed_tokenized_and_gone_on_with_after_a_failure(server, 
     expected = [id for text in documents for id in (256, *text.encode())]
     assert [*read(out, "val"), *read(out, "train")] == expected
     assert len(read(out, "val")) == 90_000
+
+
+def test_c4_is_streamed_and_tokenized_until_there_are_enough_shards(server, out, tmp_path):
+    texts = [f"page {i} says this and that" for i in range(900)]
+    server.files["allenai/c4", "README.md"] = C4_README.encode()
+    for k in range(2):
+        lines = [{"text": text, "url": "http://a", "timestamp": "2019-04-25T12:57:54Z"} for text in texts[k::2]]
+        content = gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
+        server.files["allenai/c4", f"en/c4-train.{k:05d}-of-00002.json.gz"] = content
+    words = ["source=c4", "tokenizer=bytes", "shard_tokens=5000", "shards=2", f"out_dir={out}"]
+    done = subprocess.run(**command(server.url, *words, HF_HOME=str(tmp_path / "hf")), check=False)
+    assert done.returncode == 0, done.stderr
+    expected = [id for text in (*texts[0::2], *texts[1::2]) for id in (256, *text.encode())]
+    assert [*read(out, "val"), *read(out, "train")] == expected[:15_000]
+    assert len(read(out, "val")) == 5000
+    assert json.loads((out / "manifest.json").read_text())["dataset"] == "allenai/c4"
 
 
 def read(folder, split):

@@ -39,3 +39,16 @@ def test_a_cooldown_of_the_whole_run_falls_from_the_first_step_on():
 def test_an_unknown_schedule_is_named():
     with pytest.raises(ValueError, match=r"schedule\.kind=warmup.*constant_then_linear or cosine"):
         learning_rate_factor(0, 10, "warmup")
+
+
+def test_the_needle_recipe_rises_for_100_steps_stays_for_100_and_falls_for_100():
+    factors = [learning_rate_factor(step, 300, "constant_then_linear", 1 / 3, 1 / 3) for step in range(300)]
+    assert factors[:100] == [(step + 1) / 100 for step in range(100)]
+    assert factors[100:200] == [1.0] * 100
+    assert factors[200:] == [(300 - step) / 100 for step in range(200, 300)]
+
+
+def test_a_warm_up_also_goes_before_a_cosine():
+    plain, warm = ([learning_rate_factor(s, 40, "cosine", None, part) for s in range(40)] for part in (None, 0.25))
+    assert warm[:10] == pytest.approx([(step + 1) / 10 * plain[step] for step in range(10)])
+    assert warm[10:] == plain[10:]
