@@ -4,49 +4,60 @@ The same command under torchrun --standalone --nproc_per_node=8 gives the same r
 goes on from the newest checkpoint of its run_dir.
 """
 
-import math
-import signal
 import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from configs.command import command
 from configs.schema import check
 from data.loader import TokenStream, TrainBatches, open_split, validation_batches
 from eval.loss import loss_by_length
-from training.checkpoint import latest_checkpoint, restore_checkpoint, save_checkpoint
-from training.distributed import Process, StopSignal, start_process
+from training.checkpoint import restore_checkpoint, save_checkpoint
+from training.checkpoint_folder import awaits_validation, checkpoint_path, latest_checkpoint, record_validation
+from training.distributed import Process, Stopped, StopSignal, start_process
+from training.health import check_finite, check_same_step, check_step
 from training.log import RunLog
-from training.run_config import check_run_dir, write_config
+from training.metrics import StepMetrics
+from training.profiler import profiled
+from training.run_config import check_run_dir, locked, wandb_id, write_config
 from training.schedule import learning_rate_factor
 from training.state import TrainState, build_state
 from training.step import micro_batch_rows, train_step, wrap
 
 
 @command("train")
+@record  # torchrun's own report then shows the error of the process that failed first
 def main(config: Any) -> None:
     check(config)
+    run_dir = Path(config.run_dir)
     with start_process(config.device, config.precision) as process:
-        batches, validation = open_data(config, process)
-        if config.attention.startswith("flex") and process.device.type == "cpu":
-            raise ValueError(f"attention={config.attention} has no gradients on a CPU; use attention=auto or blockwise")
-        state = build_state(config, process.device)
-        run_dir = Path(config.run_dir)
-        check_run_dir(run_dir, config)
-        if folder := latest_checkpoint(run_dir):
-            restore_checkpoint(folder, state)
-        if state.step >= config.train.steps:
+        with process.together():
+            batches, validation = open_data(config, process)
+            if config.attention.startswith("flex") and process.device.type == "cpu":
+                raise ValueError(
+                    f"attention={config.attention} has no gradients on a CPU; use attention=auto or blockwise"
+                )
+            check_run_dir(run_dir, config)
+            config.wandb.id = wandb_id(run_dir, config)
+            state = build_state(config, process.device)
+            if folder := latest_checkpoint(run_dir):
+                restore_checkpoint(folder, state)
+        check_same_step(state, run_dir, process)
+        validated = folder is not None and not awaits_validation(folder)
+        if state.step >= config.train.steps and validated:
             if process.is_main:
                 print(f"{run_dir} is already trained to step {state.step}; nothing to do")
             return
-        process.barrier()  # everyone has read the run directory before the main process writes to it
-        process.on_main(lambda: write_config(run_dir, config))
-        with RunLog(run_dir, config, state.step, process) as log:
-            train(config, state, batches, validation, process, log)
+        with locked(run_dir, process):
+            process.on_main(lambda: write_config(run_dir, config))
+            with RunLog(run_dir, config, state.step, process, validated) as log:
+                try:
+                    train(config, state, batches, validation, process, log)
+                except OSError as error:  # a full disk, above all
+                    error.add_note(f"; the same command goes on from {latest_checkpoint(run_dir) or 'the start'}")
+                    raise
 
 
 def open_data(config: Any, process: Process) -> tuple[TrainBatches, TokenStream]:
@@ -73,15 +84,18 @@ def train(
     config: Any, state: TrainState, batches: TrainBatches, validation: TokenStream, process: Process, log: RunLog
 ) -> None:
     """Steps until config.train.steps, with validation and checkpoints on the way."""
-    run_dir, steps, per_step = Path(config.run_dir), config.train.steps, config.train.tokens_per_step
+    run_dir, steps = Path(config.run_dir), config.train.steps
     micro_rows = micro_batch_rows(batches.rows_per_rank, config.train.length, config.train.micro_batch_tokens)
     forward = wrap(state.model, process)
     if config.compile == "True" or (config.compile == "auto" and process.device.type == "cuda"):
         for block in state.model.blocks:  # by block: one compilation serves all layers
             block.compile()
     log.info(describe(config, state, batches.rows_per_rank // micro_rows, process))
+    metrics = StepMetrics(config, state, process)
+    stop = StopSignal()
 
-    def validate() -> None:
+    def validate() -> dict[int, float]:
+        """Raises Stopped where a signal cuts it short."""
         losses = loss_by_length(
             state.model,
             validation,
@@ -89,48 +103,48 @@ def train(
             config.validation.tokens,
             process,
             config.train.micro_batch_tokens,
+            between=lambda: stop.check(process),
         )
         named = {f"val/loss_{length}": loss for length, loss in losses.items()}
-        check_finite(named, state.step, run_dir)
-        log.metrics({"step": state.step, "tokens": state.step * per_step, **named})
+        check_finite(named, state.step, run_dir, process)
+        log.metrics({"step": state.step, "tokens": state.step * config.train.tokens_per_step, **named})
         log.info(f"step {state.step}/{steps}  " + "  ".join(f"{key} {loss:.4f}" for key, loss in named.items()))
+        return losses
 
-    stop = StopSignal()
-    if state.step == 0:
-        validate()
-    while state.step < steps:
-        started = time.perf_counter()
-        factor = learning_rate_factor(state.step, steps, config.schedule.kind, config.schedule.cooldown_fraction)
-        tokens, targets = batches.batch(state.step)
-        loss = train_step(state, forward, tokens, targets, micro_rows, factor, process)
-        loss, stopping = process.sum(torch.stack([loss, loss.new_tensor(stop.number)])).tolist()
-        check_finite({"train/loss": loss}, state.step, run_dir)
-        log.metrics(
-            {
-                "step": state.step,
-                "tokens": state.step * per_step,
-                "train/loss": loss / per_step,
-                "train/lr_scale": factor,
-                "train/tokens_per_second": per_step / (time.perf_counter() - started),
-            }
-        )
-        if state.step % config.validation.every == 0 or state.step == steps:
+    def leave() -> NoReturn:
+        log.info(f"stopped by a signal after step {state.step}; the same command goes on from there")
+        sys.exit(128 + stop.number)
+
+    try:
+        if state.step == 0:
             validate()
-        if state.step % config.train.checkpoint_every == 0 or state.step == steps or stopping:
-            # after validation: a run with its last checkpoint has all its metrics
-            process.on_main(lambda: save_checkpoint(run_dir, state, config.train.keep_checkpoints))
-        if stopping and state.step < steps:
-            log.info(f"stopped by a signal after step {state.step}; the same command goes on from there")
-            sys.exit(128 + (stop.number or signal.SIGTERM))
-
-
-def check_finite(losses: Mapping[str, float], step: int, run_dir: Path) -> None:
-    """Raises ValueError, before anything is written, when a loss is infinite or not a number."""
-    if bad := [key for key, loss in losses.items() if not math.isfinite(loss)]:
-        raise ValueError(
-            f"{bad[0]}={losses[bad[0]]} at step {step}; the last good checkpoint is {latest_checkpoint(run_dir)}; try "
-            "lower rates in optimizer, in another run_dir"
-        )
+        elif awaits_validation(folder := checkpoint_path(run_dir, state.step)):
+            validated = validate()
+            process.on_main(lambda: record_validation(folder, config.train.length, validated))
+    except Stopped:
+        leave()
+    with profiled(config.profile and process.is_main, run_dir, process.device) as step_done:
+        while state.step < steps:
+            metrics.start()
+            factor = learning_rate_factor(state.step, steps, config.schedule.kind, config.schedule.cooldown_fraction)
+            tokens, targets = batches.batch(state.step)
+            result = train_step(state, forward, tokens, targets, micro_rows, factor, process)
+            log.metrics(metrics.measure(state, result, factor))
+            step_done()
+            check_step(config, state, result, process, log)
+            validation_due = state.step % config.validation.every == 0 or state.step == steps
+            losses, stopped = None, False
+            try:
+                stop.check(process)
+                losses = validate() if validation_due else None
+            except Stopped:
+                stopped = True
+            if state.step % config.train.checkpoint_every == 0 or state.step == steps or stopped:
+                # after validation: a run with its last checkpoint has all its metrics
+                process.on_main(log.sync)
+                save_checkpoint(run_dir, state, config.train.keep_checkpoints, losses, validation_due, process)
+            if stopped:
+                leave()
 
 
 def describe(config: Any, state: TrainState, accumulation: int, process: Process) -> str:

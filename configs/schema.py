@@ -64,8 +64,11 @@ class Train:
     tokens_per_step: int = MISSING
     steps: int = MISSING
     micro_batch_tokens: int = MISSING
+    activation_checkpointing: bool = MISSING
     checkpoint_every: int = MISSING
     keep_checkpoints: int = MISSING
+    nonfinite: str = MISSING
+    log_every: int = MISSING
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Wandb:
     mode: str = MISSING
     project: str = MISSING
     group: str | None = None
+    id: str | None = None
 
 
 @dataclass
@@ -98,6 +102,7 @@ class TrainConfig:
     precision: str = MISSING
     attention: str = MISSING
     compile: str = MISSING
+    profile: bool = MISSING
 
 
 @dataclass
@@ -106,7 +111,7 @@ class EvaluateConfig:
     lengths: list[int] | None = None
     tokens: int | None = None
     data_dir: str | None = None
-    step: int | None = None
+    step: int | str | None = None
     micro_batch_tokens: int = MISSING
     device: str = MISSING
     precision: str = MISSING
@@ -206,6 +211,25 @@ class InspectDataConfig:
     out: str | None = None
 
 
+class BenchCase:
+    model: str = MISSING
+    length: int = MISSING
+    batch: int = MISSING
+
+
+@dataclass
+class BenchTrainConfig:
+    cases: list[BenchCase] = MISSING
+    positions: list[str] = MISSING
+    peers: list[str] = MISSING
+    dtypes: list[str] = MISSING
+    repeats: int = MISSING
+    device: str = MISSING
+    threads: int | None = None
+    peak_tflops: float | None = None
+    out: str = MISSING
+
+
 SCHEMAS: dict[str, type] = {
     "sweep": SweepConfig,
     "reproduce": ReproduceConfig,
@@ -214,6 +238,7 @@ SCHEMAS: dict[str, type] = {
     "bench_tokenize": BenchTokenizeConfig,
     "bench_data": BenchDataConfig,
     "inspect_data": InspectDataConfig,
+    "bench_train": BenchTrainConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "show_position": ShowPositionConfig,
@@ -225,11 +250,12 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "compile": ("auto", "True", "False"),  # what YAML's true and false become
     "wandb.mode": ("disabled", "offline", "online"),
+    "train.nonfinite": ("stop", "skip"),
 }
 POSITIVE = (
     *(f"model.{key}" for key in ("n_layer", "n_head", "width", "vocab_size")),
     *(f"train.{key}" for key in ("length", "tokens_per_step", "steps", "micro_batch_tokens")),
-    *(f"train.{key}" for key in ("checkpoint_every", "keep_checkpoints")),
+    *(f"train.{key}" for key in ("checkpoint_every", "keep_checkpoints", "log_every")),
     *("validation.tokens", "validation.every", "optimizer.newton_schulz_steps"),
 )
 

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
 
 
 def run_status(run_dir: str | Path, steps: int) -> str:
-    """ "missing" (never started), "interrupted" (can be resumed) or "finished" (its last checkpoint is there)."""
+    """ "missing" (never started), "interrupted" (can be resumed) or "finished" (trained and validated to the end)."""
+    from training.checkpoint_folder import awaits_validation, checkpoint_path
+
     run_dir = Path(run_dir)
-    if (run_dir / "checkpoints" / f"step_{steps:06d}").is_dir():
+    last = checkpoint_path(run_dir, steps)
+    if last.is_dir() and not awaits_validation(last):
         return "finished"
     return "interrupted" if (run_dir / "config.yaml").exists() else "missing"
 
@@ -37,24 +40,45 @@ def load_config(run_dir: str | Path) -> Any:
     return read_config(Path(run_dir))
 
 
-def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
-    """The folder of a run's newest checkpoint, or of the one of a step. Raises FileNotFoundError when there is none."""
-    from training.checkpoint import checkpoint_path, latest_checkpoint
+def find_checkpoint(run_dir: str | Path, step: int | str | None = None) -> Path:
+    """The folder of a run's newest checkpoint (None), of the one of a step, or of the one with the lowest validation
+    loss at the training length ("best").
 
-    folder = latest_checkpoint(Path(run_dir)) if step is None else checkpoint_path(Path(run_dir), step)
-    if folder is None or not folder.is_dir():
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise FileNotFoundError(
-            f"run_dir={run_dir} has {wanted} yet; train it first: python train.py run_dir={run_dir} ..."
-        )
-    return folder
+    Raises FileNotFoundError when there is none, ValueError for another word.
+    """
+    from training.checkpoint_folder import (
+        best_checkpoint,
+        checkpoint_path,
+        checkpoint_step,
+        latest_checkpoint,
+        list_checkpoints,
+    )
+
+    run_dir = Path(run_dir)
+    if step is None:
+        folder, wanted = latest_checkpoint(run_dir), "no checkpoint"
+    elif step == "best":
+        folder, wanted = best_checkpoint(run_dir), "no validated checkpoint"
+    elif isinstance(step, int) or step.isdecimal():
+        folder, wanted = checkpoint_path(run_dir, int(step)), f"no checkpoint of step {step}"
+    else:
+        raise ValueError(f"step={step} must be a number, best, or null for the newest checkpoint")
+    if folder is not None and folder.is_dir():
+        return folder
+    if kept := [checkpoint_step(other) for other in list_checkpoints(run_dir)]:
+        raise FileNotFoundError(f"run_dir={run_dir} has {wanted}; it has those of the steps {kept}")
+    raise FileNotFoundError(
+        f"run_dir={run_dir} has {wanted} yet; train it first: python train.py run_dir={run_dir} ..."
+    )
 
 
-def load_run(run_dir: str | Path, device: "torch.device | str" = "cpu", step: int | None = None) -> "tuple[GPT, Any]":
+def load_run(
+    run_dir: str | Path, device: "torch.device | str" = "cpu", step: int | str | None = None
+) -> "tuple[GPT, Any]":
     """The trained model of a run, ready to evaluate, and its config.
 
     Args:
-        step: of the checkpoint to load; None takes the newest.
+        step: of the checkpoint to load; None takes the newest, "best" the one with the lowest validation loss.
 
     Raises FileNotFoundError when there is no such run or checkpoint, ValueError when the checkpoint is damaged.
     """

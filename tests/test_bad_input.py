@@ -207,7 +207,8 @@ def test_cuda_is_refused_where_there_is_none(
     [
         (["run_dir={}/nowhere"], ["run_dir=", "nowhere", "config.yaml"]),
         (["run_dir={}/data"], ["run_dir=", "data", "config.yaml"]),
-        (["step=3"], ["step 3"]),
+        (["step=3"], ["step 3", "[8, 12]"]),
+        (["step=last"], ["step=last", "best"]),
         (["lengths=[32,48]"], ["48", "1024"]),
         (["lengths=32"], ["lengths=32", "[32]"]),
         (["lengths=[long]"], ["lengths", "long"]),
@@ -301,6 +302,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path, capsys: 
 def test_an_error_that_only_one_process_knows_is_said_by_it(
     folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     line = refusal(train.main, tiny_words(folder, "device=cuda"), capsys)

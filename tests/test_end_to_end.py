@@ -1,12 +1,13 @@
 """A run from its first step to its evaluation: alone and under torchrun, stopped, killed and resumed."""
 
+import gzip
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,15 @@ import torch
 from omegaconf import OmegaConf
 
 import train
+from eval.runs import load_run, run_status
+from model.gpt import GPT
+from tests.runs import assert_same_losses, last_checkpoint, metrics_of
 from tests.tiny_run import ROOT, listing, run, tiny_words, write_tiny_data
-from training.checkpoint import list_checkpoints, load_weights
+from training.checkpoint import load_weights
+from training.checkpoint_folder import awaits_validation, best_checkpoint, list_checkpoints
+from training.log import read_metrics_lines
+from training.state import TrainState
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -40,29 +46,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl, without the one number that depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "train/tokens_per_second"} for line in lines]
-
-
-def last_checkpoint(run_dir: Path) -> dict[str, Any]:
-    """Every value of the newest checkpoint, by name, tensors as the bytes that they consist of."""
-    folder = list_checkpoints(run_dir)[-1]
-    values: dict[str, Any] = {"folder": folder.name}
-
-    def walk(node: Any, name: str) -> None:
-        if isinstance(node, dict | list | tuple):
-            for key, child in node.items() if isinstance(node, dict) else enumerate(node):
-                walk(child, f"{name}.{key}")
-        else:
-            values[name] = node.numpy().tobytes() if isinstance(node, torch.Tensor) else node
-
-    walk(load_weights(folder), "model")
-    walk(torch.load(folder / "training.pt", weights_only=True), "training")
-    return values
-
-
 def act_at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
     """Makes the run do something right after the update number `step`."""
     original = train.train_step
@@ -76,12 +59,6 @@ def act_at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], ob
     monkeypatch.setattr(train, "train_step", train_step)
 
 
-def assert_same_losses(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float) -> None:
-    assert [line.keys() for line in a] == [line.keys() for line in b]
-    for one, other in zip(a, b, strict=True):
-        assert one == pytest.approx(other, abs=tolerance), one["step"]
-
-
 def test_metrics_have_the_documented_keys_in_order(uninterrupted: Path):
     lines = metrics_of(uninterrupted)
     steps = [(line["step"], "val" if "val/loss_32" in line else "train") for line in lines]
@@ -91,9 +68,12 @@ def test_metrics_have_the_documented_keys_in_order(uninterrupted: Path):
     assert steps == expected
     for line in lines:
         assert line["tokens"] == 256 * line["step"]
-        kinds = ({"val/loss_32", "val/loss_64"}, {"train/loss", "train/lr_scale"})
+        kinds = ({"val/loss_32", "val/loss_64"}, {"train/loss", "train/grad_norm", "train/lr_scale"})
         assert line.keys() - {"step", "tokens"} in kinds
-    assert "train/tokens_per_second" in (uninterrupted / "run" / "metrics.jsonl").read_text()
+    for line in read_metrics_lines(uninterrupted / "run" / "metrics.jsonl"):
+        if "train/loss" in line:
+            assert line["train/tokens_per_second"] > 0
+            assert 10e6 < line["train/memory_bytes"] < 100e9
 
 
 def test_the_loss_starts_at_that_of_guessing_and_falls(uninterrupted: Path):
@@ -130,15 +110,6 @@ def test_nothing_is_written_outside_the_run_directory(folder: Path):
     assert {path.name for path in folder.iterdir()} == {"data", "runs"}
 
 
-def test_two_processes_train_to_the_same_losses_as_one(folder: Path, uninterrupted: Path):
-    before = listing(folder)
-    subprocess.run([*TORCHRUN, ROOT / "train.py", *tiny_words(folder)], cwd=folder, env=ONE_THREAD, check=True)
-    assert_same_losses(metrics_of(folder), metrics_of(uninterrupted), tolerance=2e-4)
-    after = listing(folder)
-    assert all(name.startswith("run/") for name in after.keys() - before.keys())
-    assert last_checkpoint(folder / "run").keys() == last_checkpoint(uninterrupted / "run").keys()
-
-
 @pytest.mark.parametrize("micro_batch_tokens", [1, 64])
 def test_micro_batches_do_not_change_the_losses(folder: Path, uninterrupted: Path, micro_batch_tokens: int):
     assert run(train.main, tiny_words(folder, f"train.micro_batch_tokens={micro_batch_tokens}")) == 0
@@ -171,10 +142,193 @@ def test_a_stopped_run_saves_itself_and_goes_on_as_if_never_stopped(
     assert last_checkpoint(folder / "run") == last_checkpoint(uninterrupted / "run")
 
 
-def test_a_run_stopped_at_its_last_step_is_finished(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    act_at_step(monkeypatch, 12, lambda: os.kill(os.getpid(), signal.SIGTERM))
+def stop_in_validation(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Sends the run a SIGTERM at that batch of its validations, counted from its start."""
+    original, batches = train.loss_by_length, []
+
+    def loss_by_length(*arguments: Any, between: Callable[[], None]) -> dict[int, float]:
+        def count() -> None:
+            batches.append(1)
+            if len(batches) == after:
+                os.kill(os.getpid(), signal.SIGTERM)
+            between()
+
+        return original(*arguments, between=count)
+
+    monkeypatch.setattr(train, "loss_by_length", loss_by_length)
+
+
+@pytest.mark.parametrize(("step", "batch"), [(8, 5), (12, 7), (12, 8)])
+def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(
+    folder: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, step: int, batch: int
+):
+    """Two batches a validation: at the steps 0, 4, 8 and 12."""
+    with monkeypatch.context() as patch:
+        stop_in_validation(patch, batch)
+        assert run(train.main, tiny_words(folder)) == 128 + signal.SIGTERM
+    last = list_checkpoints(folder / "run")[-1]
+    assert last.name == f"step_{step:06d}"
+    assert awaits_validation(last)
+    assert metrics_of(folder)[-1].keys() >= {"train/loss"}
+    assert run_status(folder / "run", 12) == "interrupted"
     assert run(train.main, tiny_words(folder)) == 0
-    assert list_checkpoints(folder / "run")[-1].name == "step_000012"
+    assert run_status(folder / "run", 12) == "finished"
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+    assert last_checkpoint(folder / "run") == last_checkpoint(uninterrupted / "run")
+    assert best_checkpoint(folder / "run") == folder / "run" / "checkpoints" / "step_000012"
+
+
+def test_a_run_stopped_in_its_first_validation_begins_anew(
+    folder: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        stop_in_validation(patch, 2)
+        assert run(train.main, tiny_words(folder)) == 128 + signal.SIGTERM
+    assert not list_checkpoints(folder / "run")
+    assert run(train.main, tiny_words(folder)) == 0
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+
+
+def test_a_run_killed_between_a_belated_validation_and_its_record_makes_it_again(
+    folder: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        stop_in_validation(patch, 5)
+        run(train.main, tiny_words(folder))
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "record_validation", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(train.main, tiny_words(folder))
+    assert metrics_of(folder)[-1].keys() >= {"val/loss_32"}
+    assert run(train.main, tiny_words(folder)) == 0
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_stops_the_run_and_can_be_skipped(
+    folder: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, kind: str
+):
+    poison_step(monkeypatch, 7, kind)
+    assert run(train.main, tiny_words(folder)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    what = "the loss and the gradient of step 7 are" if kind == "loss" else "the gradient of step 7 is"
+    for part in (f"error: {what} not finite", "tokens 1,536 to 1,792", "checkpoints/step_000004", "nonfinite=skip"):
+        assert part in line
+    last = metrics_of(folder)[-1]
+    counts = {"train/nonfinite_gradient": 1} | ({"train/nonfinite_loss": 1} if kind == "loss" else {})
+    assert last.items() >= {"step": 7, **counts}.items()
+    assert ("train/loss" in last) == (kind == "gradient")
+    assert metrics_of(folder)[:-1] == metrics_of(uninterrupted)[: len(metrics_of(folder)) - 1]
+    assert [path.name for path in list_checkpoints(folder / "run")] == ["step_000004"]
+
+    assert run(train.main, tiny_words(folder, "train.nonfinite=skip")) == 0
+    assert f"{what} not finite" in (folder / "run" / "log.txt").read_text().split("skipped the update")[0]
+    text = (folder / "run" / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    lines = [line for line in metrics_of(folder) if "train/lr_scale" in line]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line.get("train/nonfinite_gradient", 0) for line in lines] == [0] * 6 + [1] * 6
+    assert 0 < last["train/lr_scale"] <= 1
+    assert torch.load(list_checkpoints(folder / "run")[-1] / "training.pt", weights_only=True)["nonfinite"] == {
+        "loss": int(kind == "loss"),
+        "gradient": 1,
+    }
+
+
+def test_a_skipped_step_changes_no_weight_and_no_optimizer(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ("train.nonfinite=skip", "train.checkpoint_every=1", "train.steps=7", "train.keep_checkpoints=9")
+    poison_step(monkeypatch, 7, "gradient")
+    assert run(train.main, tiny_words(folder, *words)) == 0
+    before, after = list_checkpoints(folder / "run")[-2:]
+    assert (before / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
+    one, other = (torch.load(path / "training.pt", weights_only=True)["optimizers"] for path in (before, after))
+    torch.testing.assert_close([o["state"] for o in other], [o["state"] for o in one], rtol=0, atol=0)
+
+
+def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, kind: str) -> None:
+    """Makes the loss, or only the gradient, of one step of the run infinite or not a number."""
+    original = train.build_state
+
+    def build_state(*arguments: Any) -> TrainState:
+        state = original(*arguments)
+
+        def spoil_loss(_module: object, inputs: tuple, loss: torch.Tensor) -> torch.Tensor:
+            return loss * math.inf if torch.is_grad_enabled() and state.step == step - 1 else loss
+
+        def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * math.nan if state.step == step - 1 else gradient
+
+        if kind == "loss":
+            state.model.register_forward_hook(spoil_loss)
+        else:
+            state.model.embedding.weight.register_hook(spoil_gradient)
+        return state
+
+    monkeypatch.setattr(train, "build_state", build_state)
+
+
+def test_the_best_checkpoint_survives_and_is_found_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    original = train.loss_by_length
+
+    def loss_by_length(model: GPT, *arguments: Any, **keywords: Any) -> dict[int, float]:
+        losses = original(model, *arguments, **keywords)
+        return {length: 1.0 if len(list_checkpoints(folder / "run")) == 0 else 2.0 for length in losses}
+
+    monkeypatch.setattr(train, "loss_by_length", loss_by_length)
+    assert run(train.main, tiny_words(folder, "train.keep_checkpoints=1")) == 0
+    assert [path.name for path in list_checkpoints(folder / "run")] == ["step_000004", "step_000012"]
+    best, _ = load_run(folder / "run", step="best")
+    assert torch.equal(best.output.weight, load_run(folder / "run", step=4)[0].output.weight)
+    assert not torch.equal(best.output.weight, load_run(folder / "run")[0].output.weight)
+
+
+def test_two_runs_never_train_in_one_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    codes: list[int] = []
+    act_at_step(monkeypatch, 6, lambda: codes.append(run(train.main, tiny_words(folder))))
+    assert run(train.main, tiny_words(folder)) == 0
+    assert codes == [2]
+    assert [line["step"] for line in metrics_of(folder) if "train/loss" in line] == list(range(1, 13))
+
+
+def test_a_full_disk_ends_the_run_in_one_line_with_its_last_checkpoint_whole(
+    folder: Path, uninterrupted: Path, capsys: pytest.CaptureFixture
+):
+    """The kernel cuts every file of the run off at some size; without the limit the same command goes on."""
+    metrics = uninterrupted / "run" / "metrics.jsonl"
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    words = tiny_words(folder)
+    largest = max(path.stat().st_size for path in (uninterrupted / "run").rglob("*.*"))
+    said: list[str] = []
+    for limit in (100, metrics.stat().st_size // 2, largest // 2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+        try:
+            assert run(train.main, words) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        said.append(capsys.readouterr().err.splitlines()[-1])
+        for checkpoint in list_checkpoints(folder / "run"):
+            load_weights(checkpoint)
+    assert [line.startswith("error: ") for line in said] == [True] * 3
+    assert "File too large" in said[1]
+    assert "can't write" in said[2]
+    assert "the same command goes on from the start" in said[2]
+    assert run(train.main, words) == 0
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+    assert last_checkpoint(folder / "run") == last_checkpoint(uninterrupted / "run")
+
+
+def test_a_profile_holds_a_few_steps(folder: Path):
+    assert run(train.main, tiny_words(folder, "profile=true")) == 0
+    with gzip.open(folder / "run" / "profile" / "trace.json.gz") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep")} == {f"ProfilerStep#{step}" for step in (2, 3, 4)}
+    assert "aten::mm" in names
+    assert "aten::mm" in (folder / "run" / "profile" / "operators.txt").read_text()
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint_without_double_or_torn_lines(folder: Path, uninterrupted: Path):
@@ -257,25 +411,3 @@ def test_an_offline_wandb_run_is_inside_the_run_directory_and_needs_no_network(f
     new = listing(folder).keys() - before.keys()
     assert all(name.startswith(("run/", "home/")) for name in new)
     assert metrics_of(folder)[-1]["step"] == 4
-
-
-@pytest.mark.slow
-def test_torchrun_stopped_by_sigterm_resumes_in_one_process(folder: Path):
-    words = tiny_words(folder, "train.steps=400", "train.checkpoint_every=50", "data.repeat=true")
-    child = subprocess.Popen([*TORCHRUN, ROOT / "train.py", *words], cwd=folder, env=ONE_THREAD)
-    metrics = folder / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and '"step": 60,' in metrics.read_text()):
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(timeout=40) != 0
-    reached = metrics_of(folder)[-1]["step"]
-    assert 60 <= reached < 400
-    assert list_checkpoints(folder / "run")[-1].name == f"step_{reached:06d}"
-    assert run(train.main, words) == 0
-    steps = [line["step"] for line in metrics_of(folder) if "train/loss" in line]
-    assert steps == list(range(1, 401))
-    for tensor in load_weights(list_checkpoints(folder / "run")[-1]).values():
-        assert torch.isfinite(tensor).all()

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop, between two steps or two batches of a validation."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +43,47 @@ class Process:
             dist.all_reduce(x)
         return x
 
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
+    def gather(self, value: float) -> list[float]:
+        """Every process's `value`, by rank. Goes from CPU to CPU, so no GPU is waited for."""
+        if self.world_size == 1:
+            return [value]
+        values = torch.zeros(self.world_size, dtype=torch.float64)
+        values[self.rank] = value
+        return self.sum(values).tolist()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work without communication on every process: when it fails on one, all of them end.
+
+        The first process on which it failed raises the error, which names the process unless it is the main one; the
+        others exit with code 2 and say nothing.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        failed = self.gather(failure is not None)
+        if failure is not None and not any(failed[: self.rank]):
+            raise self.named(failure)
+        if any(failed):
+            sys.exit(2)
 
     def on_main(self, action: Callable[[], object]) -> None:
         """Runs `action` on the main process while the others wait; if it fails there, every process ends."""
-        failure = None
-        if self.is_main:
-            try:
+        with self.together():
+            if self.is_main:
                 action()
-            except Exception as error:
-                failure = error
-        failed = self.sum(torch.tensor(float(failure is not None), device=self.device)).item()
-        if failure is not None:
-            raise failure
-        if failed:
-            sys.exit(2)  # the main process says why
+
+    def named(self, error: Exception) -> Exception:
+        """The error with a note of the process that it comes from, where that is not the main one."""
+        note = f"(process {self.rank})"
+        if not self.is_main and note not in getattr(error, "__notes__", []):
+            error.add_note(note)
+        return error
+
+
+ALONE = Process(rank=0, world_size=1, device=torch.device("cpu"), precision="fp32")
 
 
 def world_size() -> int:
@@ -64,19 +93,20 @@ def world_size() -> int:
 
 @contextmanager
 def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Process]:
-    """Joins the processes of this run (NCCL on CUDA, gloo on CPU) and leaves them at the end.
+    """Joins the processes of this run (NCCL between GPUs, gloo between CPUs) and leaves them at the end.
 
     Args:
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         precision: "auto" (bf16 where the device multiplies it fast, else fp32), "fp32" or "bf16".
 
-    Raises ValueError for device=cuda without one, or for more processes on a machine than it has CUDA devices.
+    Raises ValueError for device=cuda without one, or for more processes on a machine than it has CUDA devices, and
+    ConnectionError when another process of the run has ended.
     """
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     try:
         place = choose_device(device, local_rank)
     except ValueError as error:
-        if rank:
+        if local_rank == torch.cuda.device_count() > 0:  # the first that lacks one; without any, all processes do
             error.add_note(f"(process {rank})")
         raise
     if place.type == "cuda":
@@ -89,25 +119,55 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
     if precision == "auto":
         precision = "bf16" if fast_bf16(place) else "fp32"
     if world_size() > 1:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        on_cuda = place.type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", device_id=place if on_cuda else None)
     try:
         yield Process(rank, world_size(), place, precision)
+    except RuntimeError as error:
+        if lost_process(error):
+            raise ConnectionError(
+                f"another process of this run ended ({first_line(error)}); if it could still say why, the log.txt of "
+                "the run directory tells"
+            ) from error
+        raise
     finally:
-        if dist.is_initialized():
+        # After an error the others may be gone or stuck, and leaving in order would wait for them.
+        if dist.is_initialized() and not isinstance(sys.exception(), Exception):
             dist.destroy_process_group()
 
 
+def lost_process(error: BaseException) -> bool:
+    """Whether an error only says that another process is gone: that one's own error is the one to read."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 class StopSignal:
-    """Set by SIGTERM (what Slurm sends before it takes a machine away) or Ctrl-C; a second Ctrl-C stops at once."""
+    """Set by SIGTERM (what Slurm sends before it takes a machine away) or Ctrl-C; a second Ctrl-C stops at once.
+
+    Not so under torchrun: it passes the terminal's Ctrl-C on to its processes, which have had it already. There the
+    patience ends with torchrun's own, 30 seconds.
+    """
 
     def __init__(self) -> None:
         self.number = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
 
+    def check(self, process: Process) -> None:
+        """Raises Stopped on every process if any has received a signal; every process must call it."""
+        received = [int(number) for number in process.gather(self.number) if number]
+        if received:
+            self.number = self.number or received[0]
+            raise Stopped
+
     def _receive(self, number: int, frame: object) -> None:
         self.number = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def available_cores() -> int:
@@ -149,3 +209,11 @@ def keep_freed_memory() -> None:
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held so far: of the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

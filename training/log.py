@@ -1,25 +1,27 @@
 """What a run says: metrics.jsonl (one JSON object a line), log.txt, the terminal, and wandb where asked for."""
 
-import hashlib
 import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from training.distributed import Process
+from training.distributed import Process, first_line, lost_process
 
-METRICS = "metrics.jsonl"
+METRICS, LOG = "metrics.jsonl", "log.txt"
+TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class RunLog:
-    """The log of one run; on processes other than the main one it says nothing.
+    """The log of one run; on processes other than the main one it says nothing, but for an error.
 
     A resumed run first drops from metrics.jsonl what lies beyond the step that it resumes from.
 
@@ -28,21 +30,28 @@ class RunLog:
         config: the run's config; wandb.mode says whether wandb hears of it too.
         step: the step that the run goes on from.
         process: this process; only the main one writes.
+        validated: whether that step has had its validation; if not, metrics.jsonl forgets what it says of it.
     """
 
-    def __init__(self, run_dir: Path, config: Any, step: int, process: Process):
+    def __init__(self, run_dir: Path, config: Any, step: int, process: Process, validated: bool = True):
         self._process = process
         self.is_main = process.is_main
+        self._run_dir = run_dir
         self._open = ExitStack()
-        process.on_main(lambda: self._start(run_dir, config, step))
+        self._wandb: Any = None
+        with ExitStack() as unless_started:
+            unless_started.callback(self._open.close)
+            process.on_main(lambda: self._start(config, step, validated))
+            unless_started.pop_all()
 
-    def _start(self, run_dir: Path, config: Any, step: int) -> None:
-        _keep_metrics(run_dir / METRICS, step)
-        self._metrics = self._open.enter_context((run_dir / METRICS).open("a"))
-        self._logger = _open_logger(run_dir / "log.txt", self._open)
-        self._wandb = _start_wandb(config, run_dir)
-        if self._wandb is not None:
-            self._open.callback(self._wandb.finish)
+    def _start(self, config: Any, step: int, validated: bool) -> None:
+        path = self._run_dir / METRICS
+        _keep_metrics(path, step, validated)
+        self._metrics = self._open.enter_context(path.open("ab", buffering=0))  # a full disk is noticed at once
+        self._logger = _open_logger(self._run_dir / LOG, self._open)
+        self._wandb = _start_wandb(config, self._run_dir)
+        self._started, self._started_step = time.monotonic(), step
+        self._steps, self._every = config.train.steps, config.train.log_every
         per_step = config.train.tokens_per_step
         self._bar = self._open.enter_context(
             tqdm(
@@ -50,7 +59,7 @@ class RunLog:
                 initial=step * per_step,
                 unit="tok",
                 unit_scale=True,
-                desc=run_dir.name,
+                desc=self._run_dir.name,
                 disable=None,  # quiet unless stderr is a terminal
                 dynamic_ncols=True,
             )
@@ -60,32 +69,61 @@ class RunLog:
         """One line of metrics.jsonl; must have "step" and "tokens"."""
         if not self.is_main:
             return
-        self._metrics.write(json.dumps(metrics) + "\n")
-        self._metrics.flush()
+        line = memoryview((json.dumps(metrics) + "\n").encode())
+        while line:
+            line = line[self._metrics.write(line) :]
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=int(metrics["step"]))
-        if "train/loss" in metrics:
-            self._bar.set_postfix(loss=f"{metrics['train/loss']:.3f}", refresh=False)
-            self._bar.update(metrics["tokens"] - self._bar.n)
+        if "train/lr_scale" in metrics:
+            self._show(metrics)
+
+    def _show(self, metrics: Mapping[str, float]) -> None:
+        """A training step on the bar, and every so often as a line."""
+        step = int(metrics["step"])
+        shown = _readable(metrics)
+        self._bar.set_postfix_str(", ".join(shown), refresh=False)
+        self._bar.update(metrics["tokens"] - self._bar.n)
+        if step % self._every == 0 or step == self._steps:
+            per_step = (time.monotonic() - self._started) / (step - self._started_step)
+            left = tqdm.format_interval(per_step * (self._steps - step))
+            speed = f"{metrics['train/tokens_per_second']:,.0f} tokens/s"
+            self.info(f"step {step}/{self._steps}  " + ", ".join([*shown, speed, f"{left} left"]))
 
     def info(self, text: str) -> None:
         """A line in log.txt and on the terminal."""
         if self.is_main:
             self._logger.info(text)
 
+    def sync(self) -> None:
+        """Waits until the metrics are on the disk, so that no checkpoint outlives them."""
+        if self.is_main:
+            os.fsync(self._metrics.fileno())
+
     def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Writes the traceback of an error into log.txt, and closes the files."""
+        """Adds an error to log.txt, of whichever process it is, and closes the files."""
         if isinstance(error, Exception):
-            if self.is_main:
-                self._logger.debug("the run ended with an error", exc_info=error)
-            else:  # the command says on every process what only one of them may know
-                error.add_note(f"(process {self._process.rank})")
-        self.close()
+            with suppress(OSError):  # it may be about a full disk
+                self._write_error(error)
+            if not lost_process(error):
+                self._process.named(error)  # the command says on every process what only one of them may know
+        self.close(failed=error is not None)
 
-    def close(self) -> None:
+    def _write_error(self, error: Exception) -> None:
+        """In one write, so that the words of several processes don't mix."""
+        who = f"process {self._process.rank}"
+        if lost_process(error):
+            text = f"{who} ended because another one did ({first_line(error)})"
+        else:
+            text = f"{who} ended with an error\n" + "".join(format_exception(error))
+        with (self._run_dir / LOG).open("a") as file:
+            file.write(f"{time.strftime(TIME)} {text.rstrip()}\n")
+
+    def close(self, failed: bool = False) -> None:
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(failed))
         self._open.close()
 
 
@@ -94,6 +132,22 @@ class _Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
+
+
+class _File(logging.FileHandler):
+    """Fails where it can't write, instead of going on without a log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise
+
+
+def _readable(metrics: Mapping[str, float]) -> list[str]:
+    """What the bar shows of a step besides its speed."""
+    shown = [f"loss {metrics['train/loss']:.3f}"] if "train/loss" in metrics else ["not finite"]
+    shown.append(f"{metrics['train/memory_bytes'] / 1e9:.1f} GB")
+    if "train/utilisation" in metrics:
+        shown.append(f"{metrics['train/utilisation']:.0%} utilised")
+    return shown
 
 
 def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
@@ -112,8 +166,13 @@ def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
     return metrics
 
 
-def _keep_metrics(path: Path, step: int) -> None:
-    kept = [line for line in read_metrics_lines(path) if line["step"] <= step] if step else []
+def _keep_metrics(path: Path, step: int, validated: bool) -> None:
+    def is_kept(line: dict[str, Any]) -> bool:
+        if line["step"] == step and not validated:
+            return not any(key.startswith("val/") for key in line)
+        return line["step"] <= step
+
+    kept = [line for line in read_metrics_lines(path) if is_kept(line)] if step else []
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
     os.replace(partial, path)
@@ -121,10 +180,10 @@ def _keep_metrics(path: Path, step: int) -> None:
 
 def _open_logger(path: Path, stack: ExitStack) -> logging.Logger:
     logger = logging.getLogger("train")
-    logger.setLevel(logging.DEBUG)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
-    terminal, file = _Terminal(logging.INFO), logging.FileHandler(path)
-    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    terminal, file = _Terminal(), _File(path)
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", TIME))
     for handler in (terminal, file):
         logger.addHandler(handler)
         stack.callback(handler.close)
@@ -144,7 +203,7 @@ def _start_wandb(config: Any, run_dir: Path) -> Any:
             project=config.wandb.project,
             group=config.wandb.group,
             name=run_dir.name,
-            id=hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16],  # one run a folder
+            id=config.wandb.id,
             resume="allow",
             dir=str(run_dir),
             config=OmegaConf.to_container(config),  # pyright: ignore[reportArgumentType]

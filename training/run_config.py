@@ -1,6 +1,10 @@
-"""config.yaml of a run directory: written once, and compared when the run is started again."""
+"""A run directory: its config.yaml, compared when the run is started again, and who may write to it."""
 
+import fcntl
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,15 @@ from yaml import YAMLError
 
 from model.attention import CORES
 from model.position.scheme import SLOTS, fill_defaults
-from training.log import METRICS, read_metrics_lines
+from training.distributed import Process
+from training.log import LOG, METRICS, read_metrics_lines
 
 # What may change when a run is resumed, because it does not change the results (but for rounding).
 FREE = (
-    *("run_dir", "device", "precision", "compile", "attention", "wandb"),
-    *("train.micro_batch_tokens", "train.checkpoint_every", "train.keep_checkpoints"),
+    *("run_dir", "device", "precision", "compile", "attention", "wandb", "profile"),
+    *("train.micro_batch_tokens", "train.activation_checkpointing"),
+    *("train.checkpoint_every", "train.keep_checkpoints", "train.log_every"),
+    "train.nonfinite",  # so that a run that met one can go on without it
 )
 CONFIG = "config.yaml"
 
@@ -62,8 +69,9 @@ def check_run_dir(run_dir: Path, config: Any) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir} is a file; choose a folder")
     if not (run_dir / CONFIG).exists():
-        # child.log is a sweep's, and a first start may have been cut while it wrote its config
-        strangers = [path.name for path in run_dir.glob("*") if path.name not in ("child.log", CONFIG + ".partial")]
+        # child.log is a sweep's, and a first start may have been cut before it had written its config
+        ours = ("child.log", LOG, CONFIG + ".partial")
+        strangers = [path.name for path in run_dir.glob("*") if path.name not in ours]
         if strangers:
             raise ValueError(f"run_dir={run_dir} holds {min(strangers)} but no {CONFIG}; choose another run_dir")
         return
@@ -74,6 +82,40 @@ def check_run_dir(run_dir: Path, config: Any) -> None:
             f"{key}={now}, but run_dir={run_dir} was started with {key}={was}; go on with that, or start in another "
             "run_dir"
         )
+
+
+@contextmanager
+def locked(run_dir: Path, process: Process) -> Iterator[None]:
+    """Makes run_dir and keeps other runs out of it, until the end or the death of this one's main process.
+
+    Raises ValueError when another one is at work there.
+    """
+    with ExitStack() as stack:
+        process.on_main(lambda: _lock(run_dir, stack))
+        yield
+
+
+def _lock(run_dir: Path, stack: ExitStack) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = stack.enter_context((run_dir / LOG).open("a"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"run_dir={run_dir} is being trained by another process; wait for it, end it, or choose another run_dir"
+        ) from error
+    except OSError:
+        pass  # some network file systems know no locks
+
+
+def wandb_id(run_dir: Path, config: Any) -> str | None:
+    """The id under which wandb knows the run: the config's, else the one it was started with, else a new one.
+
+    None while wandb is disabled and the run has no id.
+    """
+    started = read_config(run_dir) if (run_dir / CONFIG).exists() else config
+    known = config.wandb.id or started.wandb.get("id")
+    return known or (None if config.wandb.mode == "disabled" else secrets.token_hex(8))
 
 
 def first_difference(was: Any, now: Any) -> tuple[str, Any, Any] | None:

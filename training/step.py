@@ -1,7 +1,8 @@
 """One update of the weights, from the sequences that belong to this process."""
 
+import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -11,6 +12,24 @@ from torch.nn.parallel import DistributedDataParallel
 from training.distributed import Process
 from training.optimizer import set_learning_rates
 from training.state import TrainState
+
+
+class StepResult(NamedTuple):
+    """What a step measured, the same on every process.
+
+    Attributes:
+        loss: summed over the tokens of all processes, in nats.
+        grad_norm: the 2-norm of the gradient of the mean loss, over all parameters.
+    """
+
+    loss: float
+    grad_norm: float
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """Which of "loss" and "gradient" is infinite or not a number."""
+        named = {"loss": self.loss, "gradient": self.grad_norm}
+        return [name for name, value in named.items() if not math.isfinite(value)]
 
 
 def micro_batch_rows(rows: int, length: int, micro_batch_tokens: int) -> int:
@@ -35,18 +54,17 @@ def train_step(
     micro_rows: int,
     factor: float,
     process: Process,
-) -> Tensor:
+) -> StepResult:
     """Accumulates the gradient of the mean loss over all tokens of all processes, and updates the weights once.
 
     The losses are summed over tokens and divided once, so the split into processes and micro-batches does not matter
-    but for rounding.
+    but for rounding. A loss or gradient that is not finite, on whatever process, changes no weight and no optimizer on
+    any of them; the step is counted all the same, also in `state.nonfinite`.
 
     Args:
         forward: `wrap(state.model, process)`, possibly compiled.
         tokens, targets: this process's sequences of the step.
         factor: of the schedule, on every learning rate.
-
-    Returns this process's loss summed over its tokens, without a gradient.
     """
     total = torch.zeros((), device=process.device)
     share = 1 / tokens.numel()  # DDP averages over processes, which all have as many tokens
@@ -57,12 +75,24 @@ def train_step(
                 loss = forward(_to(inputs, process), _to(wanted, process), reduction="sum")
             (loss * share).backward()
         total += loss.detach()
+    result = _result(state, total, process)
+    state.step += 1
+    for name in result.nonfinite:
+        state.nonfinite[name] += 1
     set_learning_rates(state.optimizers, factor)
     for optimizer in state.optimizers:
-        optimizer.step()
+        if not result.nonfinite:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    state.step += 1
-    return total
+    return result
+
+
+def _result(state: TrainState, loss: Tensor, process: Process) -> StepResult:
+    """One sum over the processes, and the only wait for the device in a step."""
+    gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    losses, norms = process.sum(torch.stack([loss, norm])).tolist()
+    return StepResult(losses, norms / process.world_size)  # every process has the norm of the averaged gradient
 
 
 def _gradients_stay_here(forward: nn.Module, stay: bool) -> Any:

@@ -11,10 +11,9 @@ from data.loader import TokenStream
 from data.shards import write_shard
 from eval.loss import loss_by_length
 from model.gpt import GPT
-from training.distributed import Process
+from training.distributed import ALONE, Process, Stopped
 
 CPU = torch.device("cpu")
-ALONE = Process(rank=0, world_size=1, device=CPU, precision="fp32")
 ROPE = {"rotary": {"kind": "rope"}}
 
 
@@ -51,7 +50,7 @@ class Recorder(torch.nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, reduction: str) -> Tensor:
         self.batches.append((tokens, targets))
-        return torch.tensor(0.0)
+        return torch.zeros(tokens.shape)
 
 
 def by_hand(model: GPT, tokens: np.ndarray, length: int, n_tokens: int) -> float:
@@ -107,6 +106,29 @@ def test_the_shares_of_the_processes_add_up(model: GPT, stream: TokenStream, wor
     ]
     for length, loss in whole.items():
         assert sum(share[length] for share in shares) == pytest.approx(loss, abs=1e-6)
+
+
+def test_what_is_called_between_batches_can_end_an_evaluation(model: GPT, stream: TokenStream):
+    calls = []
+
+    def between() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        loss_by_length(model, stream, [24, 240], 480, ALONE, micro_batch_tokens=240, between=between)
+    calls[:] = [0] * 10
+    loss_by_length(model, stream, [24, 240], 480, ALONE, micro_batch_tokens=240, between=between)
+    assert len(calls) == 10 + 2 + 2
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_process_is_called_between_as_many_batches(model: GPT, stream: TokenStream, rank: int):
+    """Also one that has none left: what is called may wait for the others."""
+    calls: list[int] = []
+    loss_by_length(model, stream, [240], 480, Share(rank, 3, CPU, "fp32"), 240, between=lambda: calls.append(1))
+    assert len(calls) == 1
 
 
 def test_bf16_products_change_the_loss_a_little(model: GPT, stream: TokenStream):

@@ -1,11 +1,13 @@
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ranks import compute_in_ranks, run_ranks
 from training import distributed
-from training.distributed import Process, StopSignal, choose_device, start_process
+from training.distributed import Process, Stopped, StopSignal, choose_device, peak_memory, start_process
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def test_alone_a_process_is_the_main_one_and_sums_nothing():
     with start_process("cpu") as process:
         assert (process.rank, process.world_size, process.is_main) == (0, 1, True)
         assert process.sum(torch.tensor([2.0])).item() == 2.0
-        process.barrier()
+        assert process.gather(3) == [3.0]
 
 
 @pytest.mark.parametrize(("fast", "precision"), [(True, "bf16"), (False, "fp32")])
@@ -72,3 +74,67 @@ def test_a_second_ctrl_c_stops_at_once():
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("_handlers_as_they_were")
+def test_under_torchrun_a_second_ctrl_c_is_the_same_one_passed_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    stop = StopSignal()
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.number == signal.SIGINT
+
+
+@pytest.mark.usefixtures("_handlers_as_they_were")
+def test_a_signal_to_one_process_stops_all_of_them_at_the_same_call(tmp_path: Path):
+    assert compute_in_ranks(2, checks_until_stopped, folder=tmp_path) == [[4, signal.SIGTERM], [4, signal.SIGTERM]]
+
+
+def checks_until_stopped(process: Process) -> list[int]:
+    stop = StopSignal()
+    for call in range(10):
+        if call == 4 and process.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            stop.check(process)
+        except Stopped:
+            return [call, stop.number]
+    return []
+
+
+def fail_on(failing: list[int]) -> None:
+    with start_process("cpu") as process, process.together():
+        if process.rank in failing:
+            raise ValueError(f"bad luck {process.rank}")
+
+
+@pytest.mark.parametrize(("failing", "speaker"), [([0, 1, 2], 0), ([1, 2], 1), ([2], 2)])
+def test_when_processes_fail_the_first_of_them_says_why_and_all_end(tmp_path: Path, failing: list[int], speaker: int):
+    ended = run_ranks(3, fail_on, failing, folder=tmp_path)
+    assert all(code != 0 for code, _ in ended)
+    assert f"ValueError: bad luck {speaker}" in ended[speaker].said
+    assert ("(process" in ended[speaker].said) == (speaker > 0)
+    assert [said for rank, (_, said) in enumerate(ended) if rank != speaker] == ["", ""]
+
+
+def die_in_the_middle() -> None:
+    with start_process("cpu") as process:
+        process.gather(1)
+        if process.rank == 1:
+            os._exit(3)
+        process.gather(2)
+
+
+def test_a_process_that_dies_ends_the_others_with_a_connection_error(tmp_path: Path):
+    survivor, dead = run_ranks(2, die_in_the_middle, folder=tmp_path)
+    assert dead.code == 3
+    assert survivor.code == 1
+    assert "ConnectionError: another process of this run ended" in survivor.said
+
+
+def test_the_peak_memory_of_a_process_is_what_the_system_says():
+    block = torch.ones(50_000_000)
+    status = Path("/proc/self/status").read_text()
+    high_water = 1024 * int(status.split("VmHWM:")[1].split()[0])
+    assert peak_memory(torch.device("cpu")) == pytest.approx(high_water, rel=0.02)
+    assert peak_memory(torch.device("cpu")) > block.nbytes

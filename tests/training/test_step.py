@@ -1,14 +1,14 @@
+import copy
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tiny_run import VOCAB_SIZE, tiny_config
-from training.distributed import Process
+from training.distributed import ALONE, Process
 from training.state import TrainState, build_state
-from training.step import micro_batch_rows, train_step, wrap
-
-ALONE = Process(rank=0, world_size=1, device=torch.device("cpu"), precision="fp32")
+from training.step import StepResult, micro_batch_rows, train_step, wrap
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def varied_state(folder: Path) -> TrainState:
 
 def gradients_of_a_step(
     state: TrainState, tokens: torch.Tensor, targets: torch.Tensor, micro_rows: int
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of one train_step, and the gradients that its optimizers see."""
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """What one train_step gives, and the gradients that its optimizers see."""
     seen: dict[str, torch.Tensor] = {}
 
     def look(*_) -> None:
@@ -43,8 +43,8 @@ def gradients_of_a_step(
             seen[name] = parameter.grad.clone()
 
     state.optimizers[0].register_step_pre_hook(look)
-    loss = train_step(state, wrap(state.model, ALONE), tokens, targets, micro_rows, 1.0, ALONE)
-    return loss.item(), seen
+    result = train_step(state, wrap(state.model, ALONE), tokens, targets, micro_rows, 1.0, ALONE)
+    return result, seen
 
 
 @pytest.mark.parametrize("micro_rows", [1, 2, 4, 8])
@@ -54,8 +54,9 @@ def test_accumulated_gradients_are_those_of_the_mean_loss_over_all_tokens(
     reference = varied_state(tmp_path).model
     mean = reference(tokens, targets)
     mean.backward()
-    loss, gradients = gradients_of_a_step(varied_state(tmp_path), tokens, targets, micro_rows)
-    assert loss == pytest.approx(mean.item() * tokens.numel(), rel=1e-5)
+    result, gradients = gradients_of_a_step(varied_state(tmp_path), tokens, targets, micro_rows)
+    assert result.loss == pytest.approx(mean.item() * tokens.numel(), rel=1e-5)
+    assert result.grad_norm == pytest.approx(sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5)
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.any(), name
@@ -85,12 +86,29 @@ def test_a_step_at_factor_zero_moves_nothing(tmp_path: Path, tokens: torch.Tenso
 def test_bf16_keeps_the_weights_in_fp32_and_the_loss_close(tmp_path: Path, tokens: torch.Tensor, targets: torch.Tensor):
     process = Process(rank=0, world_size=1, device=torch.device("cpu"), precision="bf16")
     state, reference = varied_state(tmp_path), varied_state(tmp_path)
-    loss = train_step(state, state.model, tokens, targets, 8, 1.0, process)
-    exact = train_step(reference, reference.model, tokens, targets, 8, 1.0, ALONE)
-    assert loss.dtype == torch.float32
+    loss = train_step(state, state.model, tokens, targets, 8, 1.0, process).loss
+    exact = train_step(reference, reference.model, tokens, targets, 8, 1.0, ALONE).loss
     assert {parameter.dtype for parameter in state.model.parameters()} == {torch.float32}
-    assert loss.item() != exact.item()  # autocast did something
-    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
+    assert loss != exact  # autocast did something
+    assert loss == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+def test_a_step_with_a_gradient_that_is_not_finite_counts_and_changes_nothing_else(
+    tmp_path: Path, tokens: torch.Tensor, targets: torch.Tensor, spoilt: float
+):
+    state = varied_state(tmp_path)
+    train_step(state, state.model, tokens, targets, 8, 1.0, ALONE)
+    before = copy.deepcopy([state.model.state_dict(), [o.state_dict()["state"] for o in state.optimizers]])
+    one = state.model.embedding.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([0]), spoilt))
+    result = train_step(state, state.model, tokens, targets, 8, 1.0, ALONE)
+    one.remove()
+    assert result.nonfinite == ["gradient"]
+    assert state.nonfinite == {"loss": 0, "gradient": 1}
+    assert state.step == 2
+    after = [state.model.state_dict(), [o.state_dict()["state"] for o in state.optimizers]]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert train_step(state, state.model, tokens, targets, 8, 1.0, ALONE).nonfinite == []  # no trace of it
 
 
 @pytest.mark.parametrize(
