@@ -27,6 +27,7 @@ from data.manifest import (
     partial_folder,
     publish,
     read_progress,
+    remove_all_but,
     verify,
     write_manifest,
     write_progress,
@@ -160,7 +161,7 @@ def _check_resumable(source: str, grown: Path, progress: Any, reader: Source) ->
             "add overwrite=true to start over"
         )
     check_files(grown, progress)
-    _remove_all_but(grown, {entry["name"] for entry in progress["files"]})
+    remove_all_but(grown, {LOCK, PROGRESS, *(entry["name"] for entry in progress["files"])})
     _say(f"going on after {len(progress['files'])} shards that an interrupted start has written")
 
 
@@ -217,7 +218,7 @@ def _grow(
     with locked(grown):
         progress = read_progress(grown, arguments)
         if progress is None:
-            _remove_all_but(grown, set())
+            remove_all_but(grown, {LOCK})
         else:
             check(grown, progress)
         try:
@@ -294,13 +295,6 @@ def _check(source: str, path: object, subset: object, shards: object, workers: o
         _check_count("workers", workers, 1, 1024)
     if not isinstance(overwrite, bool):
         raise ValueError(f"overwrite={overwrite}: must be true or false")
-
-
-def _remove_all_but(folder: Path, names: set[str]) -> None:
-    """Removes what an interrupted start left half done."""
-    for path in folder.iterdir():
-        if path.name not in {*names, LOCK, PROGRESS}:
-            path.unlink()
 
 
 def _say(text: str) -> None:

@@ -253,7 +253,7 @@ def test_an_interruption_before_the_first_shard_leaves_nothing_and_the_next_star
             prepare("text", out, "bytes", text, val_every=10)
     assert not out.exists()
     assert leftovers(out) == []
-    (out.parent / ".mine.partial").mkdir()  # what a killed process leaves
+    (out.parent / ".mine.partial" / ".cache").mkdir(parents=True)  # what a killed process leaves
     (out.parent / ".mine.partial" / "text_train_000007.bin").write_bytes(b"half")
     prepare("text", out, "bytes", text, val_every=10)
     assert stored(out, "val") == ids([DOCUMENTS[9], DOCUMENTS[19]])
