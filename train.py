@@ -1,7 +1,7 @@
 """Trains one model: python train.py model=162m position=rope data=fineweb10b run_dir=runs/NAME
 
 The same command under torchrun --standalone --nproc_per_node=8 gives the same result on eight devices. Run again, it
-goes on from the newest checkpoint of its run_dir.
+goes on from the newest checkpoint of its run_dir. With dry_run=true it only says what the run would take.
 """
 
 import math
@@ -20,6 +20,7 @@ from data.loader import TokenStream, TrainBatches, open_split, validation_batche
 from eval.loss import loss_by_length
 from training.checkpoint import latest_checkpoint, restore_checkpoint, save_checkpoint
 from training.distributed import Process, StopSignal, start_process
+from training.estimate import describe_run
 from training.log import RunLog
 from training.run_config import check_run_dir, write_config
 from training.schedule import learning_rate_factor
@@ -30,6 +31,9 @@ from training.step import micro_batch_rows, train_step, wrap
 @command("train")
 def main(config: Any) -> None:
     check(config)
+    if config.dry_run:
+        print(describe_run(config))
+        return
     with start_process(config.device, config.precision) as process:
         batches, validation = open_data(config, process)
         if config.attention == "flex" and process.device.type == "cpu":

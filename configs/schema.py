@@ -83,6 +83,13 @@ class Wandb:
 
 
 @dataclass
+class Estimate:
+    devices: int | None = None
+    peak_tflops: float = MISSING
+    utilisation: float = MISSING
+
+
+@dataclass
 class TrainConfig:
     model: Model = field(default_factory=Model)
     position: Position = field(default_factory=Position)
@@ -98,6 +105,8 @@ class TrainConfig:
     precision: str = MISSING
     attention: str = MISSING
     compile: str = MISSING
+    dry_run: bool = MISSING
+    estimate: Estimate = field(default_factory=Estimate)
 
 
 @dataclass

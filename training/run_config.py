@@ -14,7 +14,7 @@ from training.log import METRICS, read_metrics_lines
 
 # What may change when a run is resumed, because it does not change the results (but for rounding).
 FREE = (
-    *("run_dir", "device", "precision", "compile", "attention", "wandb"),
+    *("run_dir", "device", "precision", "compile", "attention", "wandb", "dry_run", "estimate"),
     *("train.micro_batch_tokens", "train.activation_checkpointing"),
     *("train.checkpoint_every", "train.keep_checkpoints"),
 )
