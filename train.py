@@ -56,7 +56,7 @@ def main(config: Any) -> None:
                 try:
                     train(config, state, batches, validation, process, log)
                 except OSError as error:  # a full disk, above all
-                    error.add_note(f"; the same command goes on from {latest_checkpoint(run_dir) or 'the start'}")
+                    error.add_note(f"(the same command goes on from {latest_checkpoint(run_dir) or 'the start'})")
                     raise
 
 
