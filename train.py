@@ -70,6 +70,8 @@ def open_data(config: Any, process: Process) -> tuple[TrainBatches, TokenStream]
         process.rank,
         process.world_size,
         config.data.repeat,
+        config.data.shuffle_seed,
+        pin_memory=process.device.type == "cuda",
     )
     batches.check(config.train.steps)
     validation = open_split(config.data.dir, "val", vocab_size)

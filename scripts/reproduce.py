@@ -2,7 +2,8 @@
 
 Prepares its data, trains its runs (scripts/sweep.py), and writes its tables and figures into results/EXPERIMENT. What
 is done already is skipped, so the same command can be stopped and started at any time. A run that failed is marked as
-missing in the tables, named at the end, and makes the exit code 1.
+missing in the tables, named at the end, and makes the exit code 1. An experiment that only calculates (fig2, fig6) has
+no runs.
 """
 
 import shlex
@@ -14,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
 
 from configs.command import command
+from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
 from eval.experiment import Experiment, Run, select
 from eval.figures import loss_by_length, loss_curves, save_figure
 from eval.tables import collect, history, to_markdown, write_table
@@ -22,6 +24,9 @@ from scripts.sweep import read_runs, report, train
 
 @command("reproduce")
 def main(config: Any) -> None:
+    if "calculate" in config.experiment:
+        calculate(config)
+        return
     experiment, runs = read_runs(config)
     chosen = select(runs, config.only)
     prepare(experiment)
@@ -29,6 +34,19 @@ def main(config: Any) -> None:
     write_results(experiment, runs)
     if report(failures):
         sys.exit(1)
+
+
+def calculate(config: Any) -> None:
+    """Writes the numbers, the fits and the figure of an experiment without runs."""
+    keys = read_calculation(config)
+    data = entropy_growth(keys)
+    fits = growth_fits(data)
+    folder = Path("results", config.name or keys["name"])
+    made_by = {"experiment": keys["name"], "command": command_line(), "commit": commit()}
+    paths = write_calculation(folder, data, {**made_by, "fits": fits})
+    paths += save_figure(growth_figure(data, keys["ratio"], fits), folder / keys["name"])
+    print(data.pivot(index="t", columns="scheme", values="entropy").round(3).to_string())
+    print("Written:", *paths, sep="\n  ")
 
 
 def prepare(experiment: Experiment) -> None:
@@ -41,13 +59,16 @@ def prepare(experiment: Experiment) -> None:
 
 def write_results(experiment: Experiment, runs: list[Run]) -> None:
     """Writes the tables and figures of what is finished; prints the table and the paths."""
-    command_line = shlex.join(["python", "scripts/reproduce.py", *sys.argv[1:]])
-    table = collect(experiment, runs, command_line, commit())
+    table = collect(experiment, runs, command_line(), commit())
     paths = write_table(table, experiment.results)
     paths += save_figure(loss_curves(history(runs), table), experiment.results / "loss_curves")
     paths += save_figure(loss_by_length(table), experiment.results / "loss_by_length")
     print(to_markdown(table))
     print("Written:", *paths, sep="\n  ")
+
+
+def command_line() -> str:
+    return shlex.join(["python", "scripts/reproduce.py", *sys.argv[1:]])
 
 
 def commit() -> str | None:

@@ -93,7 +93,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "shorter_than_a_header": (lambda path: path.write_bytes(path.read_bytes()[:100]), ["byte 100"]),
     "empty": (lambda path: path.write_bytes(b""), ["byte 0"]),
     "foreign": (lambda path: path.write_bytes(b"PAR1" + path.read_bytes()[4:]), ["byte 0", "not a token shard"]),
-    "of_the_future": (lambda path: set_header(path, 1, 2), ["byte 4", "version 2", "newer"]),
+    "of_the_future": (lambda path: set_header(path, 1, 3), ["byte 4", "version 3", "newer"]),
     "without_tokens": (lambda path: set_header(path, 2, 0), ["byte 8"]),
     "too_long": (lambda path: path.write_bytes(path.read_bytes() + b"xy"), ["trailing", "byte"]),
 }

@@ -22,10 +22,9 @@ def gpt2() -> module.Tokenizer:
 def test_text_survives_encoding_and_special_strings_are_ordinary_text(name, vocab_size, end_of_text):
     tokenizer = load_tokenizer(name)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_text) == (name, vocab_size, end_of_text)
-    batch = tokenizer.encode_batch(TEXTS)
-    for text, ids in zip(TEXTS, batch, strict=True):
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
         assert ids.dtype == np.uint16
-        assert np.array_equal(ids, tokenizer.encode(text))
         assert end_of_text not in ids
         assert tokenizer.decode(ids) == text
     assert tokenizer.decode([end_of_text]) == "<|endoftext|>"
@@ -44,14 +43,40 @@ def test_broken_utf8_decodes_to_replacement_characters(gpt2):
     assert gpt2.decode(gpt2.encode("\U0001f600")[:1]) == "\ufffd"
 
 
+SPACES = [" ", " ", "\n", "\n\n", "\t", "\r\n", "\u2003", "\u3000", "\xa0", "\u0085", "\x1c"]
+LETTERS = [*SPACES, "a", "b ", "'s", "'", "7", "é", "日", "!"]
+
+
 def test_a_long_text_encoded_in_pieces_has_the_tokens_of_the_whole(gpt2, monkeypatch):
-    letters = ["a", "b ", " ", "\n", "\n\n", "\t", "\r\n", "\u2003", "\u0085", "\x1c", "'s", "7", "é", "!"]
-    for seed in range(200):
-        text = "".join(random.Random(seed).choices(letters, k=60))
-        monkeypatch.setattr(module, "PIECE_CHARACTERS", 1 << 20)
-        whole = gpt2.encode(text)
-        monkeypatch.setattr(module, "PIECE_CHARACTERS", 5)
-        assert np.array_equal(gpt2.encode(text), whole), repr(text)
+    monkeypatch.setattr(module, "PIECE_CHARACTERS", 3)
+    n_pieces = 0
+    for seed in range(300):
+        text = "".join(random.Random(seed).choices(LETTERS, k=60))
+        pieces = list(module.cut(text))
+        n_pieces += len(pieces)
+        assert "".join(pieces) == text
+        assert np.array_equal(np.concatenate([gpt2.encode(piece) for piece in pieces]), gpt2.encode(text)), repr(text)
+    assert n_pieces > 1000
+
+
+def test_bytes_cut_for_encoding_have_the_text_and_the_tokens_of_the_whole_even_where_they_are_not_utf8(
+    gpt2, monkeypatch
+):
+    monkeypatch.setattr(module, "PIECE_CHARACTERS", 3)
+    letters = [*(letter.encode() for letter in LETTERS), b"\xff", b"\xe4", b"\xf0\x9f\x98", b"\xc3", b"\x80"]
+    n_pieces = 0
+    for seed in range(300):
+        raw = b"".join(random.Random(seed).choices(letters, k=60))
+        pieces, start = [], 0
+        while (end := module.find_cut(raw, start)) is not None:
+            pieces.append(raw[start:end].decode(errors="replace"))
+            start = end
+        pieces.append(raw[start:].decode(errors="replace"))
+        n_pieces += len(pieces)
+        text = raw.decode(errors="replace")
+        assert "".join(pieces) == text
+        assert np.array_equal(np.concatenate([gpt2.encode(piece) for piece in pieces]), gpt2.encode(text)), repr(raw)
+    assert n_pieces > 1000
 
 
 @pytest.mark.parametrize("id", [50257, -1])

@@ -56,10 +56,26 @@ def test_every_scheme_has_a_row_against_the_reference_and_a_utilisation(tmp_path
         assert row["utilisation"] == pytest.approx(row["tokens_per_second"] * flops / 1e11)
 
 
+def test_each_reader_of_the_data_has_a_row(tmp_path: Path):
+    out = tmp_path / "data.json"
+    done = bench("data", "tokens=200000", "tokens_per_step=16384", "lengths=[1024,8192]", "repeats=3", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    rows = {(row["reader"], row["length"]): row for row in json.loads(out.read_text())["rows"]}
+    assert set(rows) == {(r, n) for r in ("plain", "loader", "loader shuffled") for n in (1024, 8192)}
+    for (reader, _), row in rows.items():
+        assert row["tokens"] == 12 * 16384
+        assert row["tokens_per_second"] == pytest.approx(12 * 16384 / row["seconds"])
+        assert (row["ratio"] == 1) == (reader == "plain")
+    assert list(tmp_path.iterdir()) == [out]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nonsense"], "kind=nonsense is unknown; choose one of: attention, model"),
+        (["data", "tokens=1000"], "tokens=1000 must be more than tokens_per_step=524288"),
+        (["data", "repeats=0"], "repeats=0 must be at least 1"),
+        (["data", "dir=nowhere"], "data.dir=nowhere: no such folder"),
+        (["nonsense"], "kind=nonsense is unknown; choose one of: attention, data,"),
         (["attention", "backends=[sdpa,flash]"], "'flash' is unknown; use dense, sdpa"),
         (["attention", "positions=[what]"], "position=what is unknown; choose one of: alibi,"),
         (["attention", "dtype=fp8"], "dtype=fp8 is unknown; use fp32, bf16, fp16"),

@@ -75,3 +75,37 @@ def test_the_commit_is_none_outside_git(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert reproduce.commit() is None
+
+
+def test_an_experiment_without_runs_writes_its_numbers_fits_and_figure(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["experiment.t={first: 10, last: 100, points: 3}", "experiment.samples={fewest: 3, most: 30}"]
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", "experiment=fig2", *small, "experiment.logits=1000"])
+    reproduce.main()
+    folder = tmp_path / "results" / "fig2"
+    assert {path.name for path in folder.iterdir()} == {"data.csv", "summary.json", "fig2.png", "fig2.pdf"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["experiment"] == "fig2"
+    assert "experiment=fig2" in summary["command"]
+    assert summary["fits"]["none"]["log t"]["slope"] == pytest.approx(1, abs=0.1)
+    assert len((folder / "data.csv").read_text().splitlines()) == 1 + 3 * 3
+    assert "scale-invariant (tau = 10)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["experiment.calculate=magic"], "calculate=magic is unknown; it must be entropy_growth"),
+        (["experiment.ratio=1"], "experiment.ratio=1 must be above 1"),
+        (["experiment.t={first: 1, last: 100, points: 3}"], "must have 2 <= first < last"),
+        (['overrides=["seed=1"]'], "overrides=['seed=1'] means nothing to experiment=fig2, which has no runs"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_an_experiment_without_runs_is_one_line(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", "experiment=fig2", *words])
+    with pytest.raises(SystemExit):
+        reproduce.main()
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
