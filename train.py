@@ -84,7 +84,7 @@ def run(
             try:
                 train(config, state, batches, measure, process, log)
             except OSError as error:  # a full disk, above all
-                error.add_note(f"; the same command goes on from {latest_checkpoint(run_dir) or 'the start'}")
+                error.add_note(f"(the same command goes on from {latest_checkpoint(run_dir) or 'the start'})")
                 raise
 
 
