@@ -283,6 +283,7 @@ class InspectDataConfig:
     out: str | None = None
 
 
+@dataclass
 class BenchCase:
     model: str = MISSING
     length: int = MISSING
