@@ -65,6 +65,7 @@ class Train:
     tokens_per_step: int = MISSING
     steps: int = MISSING
     micro_batch_tokens: int = MISSING
+    activation_checkpointing: bool = MISSING
     checkpoint_every: int = MISSING
     keep_checkpoints: int = MISSING
     nonfinite: str = MISSING
@@ -273,6 +274,25 @@ class InspectDataConfig:
     out: str | None = None
 
 
+class BenchCase:
+    model: str = MISSING
+    length: int = MISSING
+    batch: int = MISSING
+
+
+@dataclass
+class BenchTrainConfig:
+    cases: list[BenchCase] = MISSING
+    positions: list[str] = MISSING
+    peers: list[str] = MISSING
+    dtypes: list[str] = MISSING
+    repeats: int = MISSING
+    device: str = MISSING
+    threads: int | None = None
+    peak_tflops: float | None = None
+    out: str = MISSING
+
+
 SCHEMAS: dict[str, type] = {
     "sweep": SweepConfig,
     "reproduce": ReproduceConfig,
@@ -281,6 +301,7 @@ SCHEMAS: dict[str, type] = {
     "bench_tokenize": BenchTokenizeConfig,
     "bench_data": BenchDataConfig,
     "inspect_data": InspectDataConfig,
+    "bench_train": BenchTrainConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,

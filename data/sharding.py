@@ -94,10 +94,10 @@ def tokenize(
     """
     sharder = _Sharder(folder, plan, tokenizer, progress, save)
     batches = source.batches(sharder.checkpoint.position)
-    with _progress_bar(source, plan, sharder) as bar:
+    with _progress_bar(source, plan) as bar:
         for batch, encoded in encode_in_order(batches, tokenizer, workers):
             sharder.add(batch, encoded)
-            _advance(bar, batch, sharder)
+            _advance(bar, batch, plan, sharder.counts)
             if sharder.is_full:
                 break
     return sharder.finish()
@@ -316,12 +316,19 @@ class _ShardWriter:
         return ids[cut:], starts[np.searchsorted(starts, cut) :] - cut
 
 
-def _progress_bar(source: Source, plan: Plan, sharder: _Sharder) -> tqdm:
-    """In bytes of the source; the rate is in MB/s, and what remains is shown where the source's size is known."""
-    return tqdm(total=source.total_bytes, unit="B", unit_scale=True, desc=plan.name, disable=None, smoothing=0.05)
+def _progress_bar(source: Source, plan: Plan) -> tqdm:
+    """In bytes of the source; the rate is in MB/s, and what remains is shown where the end is known."""
+    total = source.total_bytes if plan.shards is None else None
+    return tqdm(total=total, unit="B", unit_scale=True, desc=plan.name, disable=None, smoothing=0.05)
 
 
-def _advance(bar: tqdm, batch: Batch, sharder: _Sharder) -> None:
-    tokens = sum(sharder.counts.tokens.values())
-    bar.set_postfix_str(f"{tokens:,} tokens, {sharder.counts.documents:,} documents", refresh=False)
+def _advance(bar: tqdm, batch: Batch, plan: Plan, counts: Counts) -> None:
+    tokens = sum(counts.tokens.values())
+    if plan.shards is not None and tokens:  # the end is known in tokens
+        wanted = plan.shards * plan.shard_tokens
+        wanted = wanted * plan.val_every / (plan.val_every - 1) if plan.val_every else wanted + (plan.val_tokens or 0)
+        bar.total = max(batch.bytes_read, round(batch.bytes_read * wanted / tokens))
+    if bar.n == 0:  # where an earlier start had come counts for nothing in the rate
+        bar.initial = bar.n = batch.bytes_read
+    bar.set_postfix_str(f"{tokens:,} tokens, {counts.documents:,} documents", refresh=False)
     bar.update(batch.bytes_read - bar.n)

@@ -100,18 +100,20 @@ def growth_figure(data: pd.DataFrame, ratio: float, fits: Mapping[str, Mapping[s
     figure = Figure(figsize=(7.6, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    drawn = []
     for colour, (name, part) in zip(COLOURS, data.groupby("scheme", sort=False), strict=False):
         t = part["t"].to_numpy()
-        axes.errorbar(t, part["entropy"], part["stderr"], fmt="o", ms=5, color=colour, label=name, capsize=2, zorder=3)
+        style = {"fmt": "o", "ms": 5, "color": colour, "capsize": 2, "zorder": 3}
+        drawn.append(axes.errorbar(t, part["entropy"], part["stderr"], label=name, **style))
         for (label, f), line in zip(GROWTH.items(), ("--", "-"), strict=True):
             fit = fits[str(name)][label]
             text = f"  {fit['intercept']:.2f} + {fit['slope']:.2f} {label}   (off by {fit['off']:.1f} s.e.)"
-            axes.plot(t, fit["intercept"] + fit["slope"] * f(t), line, color=colour, lw=1.4, label=text)
+            drawn += axes.plot(t, fit["intercept"] + fit["slope"] * f(t), line, color=colour, lw=1.4, label=text)
     axes.set(xscale="log", xlabel="t (tokens)", ylabel=f"entropy of attention in [t, {ratio:g} t) (nats)")
     axes.set_ylim(bottom=0)
     axes.grid(True, color="0.92", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8.5, loc="upper left")
+    axes.legend(handles=drawn, frameon=False, fontsize=8.5, loc="upper left")
     return figure
 
 

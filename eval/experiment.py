@@ -14,16 +14,21 @@ from omegaconf import OmegaConf
 
 from eval.runs import load_config, run_status
 
-KEYS = {"name", "title", "prepare", "base", "scales", "axes", "seeds", "fast", "published"}
+KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in"}
+SCALE_KEYS = {"arguments", "prepare", "published"}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A named set of runs. `folder` is its place below runs/ and results/; `shared` are the arguments of all runs."""
+    """A named set of runs. `shared` are the arguments of all runs.
+
+    `folder` is its place below results/, `runs_in` that of its runs below runs/: experiments may have runs in common.
+    """
 
     name: str
     title: str
     folder: str
+    runs_in: str
     shared: tuple[str, ...]
     axes: Mapping[str, Sequence[Any]]
     seeds: tuple[int, ...]
@@ -98,22 +103,37 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
     name = config["name"]
     if name is not None and (name in ("", ".", "..") or Path(name).name != name):
         raise ValueError(f"name={name} must be the name of one folder, such as name=trial")
-    scales = description["scales"]
-    scale = config["scale"] or next(iter(scales))
-    if scale not in scales:
-        raise ValueError(f"scale={scale} is not defined for {label}; choose one of: {', '.join(scales)}")
-    folder = description["name"] if scale == next(iter(scales)) else f"{scale}/{description['name']}"
+    scale_name, scale = _chosen_scale(description["scales"], config["scale"], label)
     fast = list(description.get("fast") or []) if config["fast"] else []
+
+    def folder(own: str) -> str:
+        """The first scale has no folder of its own; fast runs are never mixed with others."""
+        below = own if scale_name == next(iter(description["scales"])) else f"{scale_name}/{own}"
+        return config["name"] or (f"{below}-fast" if config["fast"] else below)
+
     return Experiment(
         name=description["name"],
         title=description["title"],
-        folder=config["name"] or (f"{folder}-fast" if config["fast"] else folder),
-        shared=(*description["base"], *scales[scale], *fast, *config["overrides"]),
+        folder=folder(description["name"]),
+        runs_in=folder(description.get("runs_in") or description["name"]),
+        shared=(*description["base"], *scale["arguments"], *fast, *config["overrides"]),
         axes={key: list(values) for key, values in description["axes"].items()},
         seeds=tuple(description["seeds"]),
-        prepare=tuple(description.get("prepare") or ()),
-        published=description.get("published"),
+        prepare=tuple(scale.get("prepare") or ()),
+        published=scale.get("published"),
     )
+
+
+def _chosen_scale(scales: Mapping[str, Any], wanted: str | None, label: str) -> tuple[str, Mapping[str, Any]]:
+    """The scale asked for, by default the first one."""
+    name = wanted or next(iter(scales))
+    if name not in scales:
+        raise ValueError(f"scale={name} is not defined for {label}; choose one of: {', '.join(scales)}")
+    if "arguments" not in scales[name] or (set(scales[name]) - SCALE_KEYS):
+        raise ValueError(
+            f"{label}: experiment.scales.{name}={scales[name]} must have arguments, and may have prepare and published"
+        )
+    return name, scales[name]
 
 
 def expand(experiment: Experiment, compose: Callable[[list[str]], Mapping[str, Any]]) -> list[Run]:
@@ -127,7 +147,7 @@ def expand(experiment: Experiment, compose: Callable[[list[str]], Mapping[str, A
         axes = dict(zip(experiment.axes, values, strict=True))
         row = "-".join(_label(key, value) for key, value in axes.items())
         for seed in experiment.seeds:
-            run_dir = Path("runs", experiment.folder, f"{row}-seed{seed}")
+            run_dir = Path("runs", experiment.runs_in, f"{row}-seed{seed}")
             overrides = [*experiment.shared, *(f"{key}={_word(value)}" for key, value in axes.items())]
             overrides += [f"seed={seed}", f"run_dir={run_dir}"]
             runs.append(Run(row, seed, axes, tuple(overrides), run_dir, compose(overrides)))

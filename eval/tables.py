@@ -177,7 +177,8 @@ def to_json(table: Table) -> str:
 def _grid(table: Table, bold: str, error: str) -> list[list[str]]:
     """The cells of header and rows, marked up."""
     with_published = any(row.published for row in table.rows.values())
-    header = ["", *table.columns, *(f"published {column}" for column in table.columns if with_published)]
+    beside = table.columns if with_published else []
+    header = ["", *table.columns, *(f"published {column} (ours minus it)" for column in beside)]
     best = [_lowest(values) for values in zip(*(row.mean for row in table.rows.values()), strict=True)]
     grid = [header]
     for row in table.rows.values():
@@ -187,10 +188,16 @@ def _grid(table: Table, bold: str, error: str) -> list[list[str]]:
             cell = _cell(mean, stderr, error)
             cells.append(bold.format(cell) if cell.split()[0] == lowest else cell)
         if row.published:
-            published = zip(row.published["mean"], row.published["stderr"], strict=True)
-            cells += [_cell(mean, stderr, error, absent="") for mean, stderr in published]
+            published = zip(row.published["mean"], row.published["stderr"], row.mean, strict=True)
+            cells += [_beside(mean, stderr, ours, error) for mean, stderr, ours in published]
         grid.append(cells + [""] * (len(header) - len(cells)))
     return grid
+
+
+def _beside(published: float | None, stderr: float | None, ours: float | None, error: str) -> str:
+    """A published figure, and how far ours is from it."""
+    difference = "" if published is None or ours is None else f" ({ours - published:+.3f})"
+    return _cell(published, stderr, error, absent="") + difference
 
 
 def _cell(mean: float | None, stderr: float | None, error: str, absent: str = "missing") -> str:

@@ -70,16 +70,17 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
         with suppress(AttributeError):  # a C library other than glibc keeps nothing back
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the mark starts again at what is resident now
-        before = _resident_peak()
+        before = resident_bytes("VmHWM")
         run()
-        return _resident_peak() - before
+        return resident_bytes("VmHWM") - before
     except OSError:
         return None
 
 
-def _resident_peak() -> int:
+def resident_bytes(mark: str = "VmRSS") -> int:
+    """This process's resident memory, or with "VmHWM" the most it ever was; OSError where the system isn't Linux."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.findall(r"^VmHWM:\s+(\d+) kB", status, flags=re.MULTILINE)[0])
+    return 1024 * int(re.findall(rf"^{mark}:\s+(\d+) kB", status, flags=re.MULTILINE)[0])
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 2**25  # logits in a chunk: 128 MiB in fp32
@@ -71,22 +72,30 @@ class _Sum(torch.autograd.Function):
             logits = (x[rows] @ matrix.T).float()
             counted = targets[rows] != IGNORED
             index = targets[rows].where(counted, 0)[:, None]
-            log_z = logits.logsumexp(dim=-1)
-            total += ((log_z - logits.gather(1, index)[:, 0]) * counted).sum()
+            target, highest = logits.gather(1, index)[:, 0], logits.amax(dim=-1)
+            probabilities = torch.softmax(logits, dim=-1, out=logits)  # in the place of the logits
+            log_z = highest - probabilities.amax(dim=-1).log()  # the highest one, at least 1/V, can't underflow
+            total += ((log_z - target) * counted).sum()
             if dx is None or dweight is None:
                 continue
-            # d loss / d logits = softmax - one-hot, made in place of the logits
-            gradient = logits.sub_(log_z[:, None]).exp_()
-            gradient.scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float32))
+            # d loss / d logits = softmax - one-hot, again in the same place
+            gradient = probabilities.scatter_add_(1, index, torch.full_like(target, -1)[:, None])
             gradient = gradient.mul_(counted[:, None]).to(x.dtype)
-            dx[rows] = gradient @ matrix
-            dweight += gradient.T @ x[rows]
-        ctx.save_for_backward(dx, dweight)
-        ctx.weight_dtype = weight.dtype
+            torch.mm(gradient, matrix, out=dx[rows])
+            if gradient.dtype == dweight.dtype:
+                dweight.addmm_(gradient.T, x[rows])
+            else:
+                dweight += gradient.T @ x[rows]
+        ctx.gradients, ctx.weight_dtype = (dx, dweight), weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of linear_cross_entropy were made once and are used up; compute it again")
+        (dx, dweight), ctx.gradients = ctx.gradients, None  # nothing holds them any more, so they needn't be copied
         (grad,) = grad_outputs
-        dx, dweight = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), (dweight * grad).to(ctx.weight_dtype), None, None
+        return dx.mul_(grad), dweight.mul_(grad).to(ctx.weight_dtype), None, None

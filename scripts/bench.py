@@ -1,13 +1,15 @@
 """Speed and memory, as ratios within one run: python scripts/bench.py KIND key=value ...
 
 KIND attention: backends and position schemes against SDPA's plain causal attention. KIND model: a model under each
-position scheme against one of them. KIND data: the loader, from a warm page cache. KIND tokenize: text to shards
-against tiktoken alone. Prints a table and writes results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
+position scheme against one of them. KIND train: a whole training step against that of other libraries. KIND data: the
+loader, from a warm page cache. KIND tokenize: text to shards against tiktoken alone. Prints a table and writes
+results/bench/KIND.json: {"machine": {...}, "rows": [...]}.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,28 @@ def bench_data(config: Any) -> dict[str, Any]:
     return measure(config)
 
 
+def bench_train(config: Any) -> dict[str, Any]:
+    from eval.bench_train import bench_train as measure
+
+    def train_config(model: str, position: str, length: int) -> Any:
+        return compose("train", [f"model={model}", f"position={position}", f"train.length={length}"])
+
+    return measure(config, train_config)
+
+
 def bench_tokenize(config: Any) -> dict[str, Any]:
     from eval.bench_tokenize import bench_tokenize as measure
 
     return measure(config)
 
 
-KINDS = {"attention": bench_attention, "data": bench_data, "model": bench_model, "tokenize": bench_tokenize}
+KINDS = {
+    "attention": bench_attention,
+    "data": bench_data,
+    "model": bench_model,
+    "tokenize": bench_tokenize,
+    "train": bench_train,
+}
 
 
 def main() -> None:
@@ -59,20 +76,34 @@ def main() -> None:
     run()
 
 
+# Printed: a heading, and a row's figure as text, where the row has that figure.
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "ms": lambda row: f"{1e3 * row['seconds']:.2f}",
+    "ratio": lambda row: f"{row.get('ratio', row.get('ratio_to_sdpa')):.2f}",
+    "tokens/s": lambda row: f"{row['tokens_per_second']:.0f}",
+    "MB added": lambda row: f"{row['peak_bytes'] / 1e6:.0f}",
+    "optimizer": lambda row: f"{row['optimizer_share']:.1%}",
+    "utilised": lambda row: f"{row['utilisation']:.1%}",
+}
+
+
 def write(result: dict[str, Any], out: Path) -> None:
-    """Writes the figures, all at once, and prints them: median time, ratio, tokens per second, memory added."""
+    """Writes the figures, all at once, and prints them."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_suffix(".json.partial")
     partial.write_text(json.dumps(result, indent=2) + "\n")
     os.replace(partial, out)
-    print(f"{'':50}{'ms':>10}{'ratio':>8}{'tokens/s':>12}{'MB added':>10}{'utilised':>10}")
+    print(" " * 50 + "".join(f"{heading:>10}" for heading in COLUMNS))
     for row in result["rows"]:
-        ratio = row.get("ratio", row.get("ratio_to_sdpa"))
-        megabytes = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}"
-        used = "" if row.get("utilisation") is None else f"{row['utilisation']:.1%}"
-        figures = f"{1e3 * row['seconds']:10.2f}{ratio:8.2f}{row['tokens_per_second']:12.0f}{megabytes:>10}{used:>10}"
-        print(f"{row['name']:50}{figures}")
+        print(f"{row['name']:50}" + "".join(f"{_cell(column, row):>10}" for column in COLUMNS.values()))
     print(f"written to {out}")
+
+
+def _cell(column: Callable[[dict[str, Any]], str], row: dict[str, Any]) -> str:
+    try:
+        return column(row)
+    except (KeyError, TypeError):  # this kind of row has no such figure, or the system could not tell it
+        return ""
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def build_model(config: Any, device: torch.device | str = "cpu") -> GPT:
             train_length=config.train.length,
             position=config.position,
             attention=config.attention,
+            activation_checkpointing=config.train.get("activation_checkpointing", False),  # runs older than the key
         )
     )
     return model.to(device)

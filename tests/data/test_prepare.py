@@ -17,6 +17,7 @@ from data.loader import open_split
 from data.prepare import prepare
 from data.shards import read_shard, write_shard
 from data.sources import sotu_files
+from data.tokenizer import BytesTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [f"document {k} " * (k % 7 + 1) for k in range(25)]
@@ -125,6 +126,23 @@ def test_the_output_is_the_same_to_the_byte_for_any_number_of_workers(text, tmp_
         prepare("text", folder, tokenizer, text, shard_tokens=40, val_every=5, workers=int(folder.name))
     assert content(folders[0]) == content(folders[1]) == content(folders[2])
     assert len(content(folders[0])) > 4
+
+
+class WideTokenizer(BytesTokenizer):
+    """Bytes, far beyond what 16 bits hold."""
+
+    name, vocab_size, end_of_text = "wide", 100_000, 99_999
+
+    def encode(self, text):
+        return super().encode(text).astype(np.uint32) + 70_000
+
+
+def test_a_tokenizer_of_more_ids_than_16_bits_hold_keeps_them(text, out, monkeypatch):
+    monkeypatch.setattr(module, "load_tokenizer", lambda name: WideTokenizer())
+    done = prepare("text", out, "wide", text, shard_tokens=64)
+    wide = [99_999 if id == 256 else id + 70_000 for id in ids(DOCUMENTS)]
+    assert [*stored(out, "val"), *stored(out, "train")] == wide
+    assert done.manifest["vocab_size"] == 100_000
 
 
 def test_empty_and_repaired_documents_are_reported(tmp_path, out):

@@ -76,7 +76,7 @@ def description(**changes) -> dict:
         "name": "tiny",
         "title": "Tiny",
         "base": ["model=proxy"],
-        "scales": {"full": ["train.steps=9"], "proxy": ["train.steps=3"]},
+        "scales": {"full": {"arguments": ["train.steps=9"]}, "proxy": {"arguments": ["train.steps=3"]}},
         "axes": {"position": ["rope", "alibi"], "position.logits.tau": [1, 0.5]},
         "seeds": [0, 1],
         "fast": ["train.steps=1"],
@@ -111,6 +111,19 @@ def test_scale_fast_and_name_choose_folder_and_arguments(settings, folder, last_
     assert experiment.results == Path("results", folder)
 
 
+def test_experiments_may_share_their_runs_but_not_their_results_and_a_name_separates_both():
+    shared = read_experiment(description(runs_in="common", scale="proxy"))
+    assert (shared.runs_in, shared.results) == ("proxy/common", Path("results/proxy/tiny"))
+    assert expand(shared, lambda _: {})[0].run_dir.parent == Path("runs/proxy/common")
+    assert read_experiment(description(runs_in="common", name="other")).runs_in == "other"
+
+
+def test_a_scale_brings_its_own_data_and_published_table():
+    scales = {"full": {"arguments": [], "prepare": ["source=a"], "published": "table9"}, "proxy": {"arguments": []}}
+    full, proxy = (read_experiment(description(scales=scales, scale=scale)) for scale in scales)
+    assert (full.prepare, full.published, proxy.prepare, proxy.published) == (("source=a",), "table9", (), None)
+
+
 @pytest.mark.parametrize("name", ["../../x", "a/b", "/tmp", ".."])
 def test_a_name_that_leaves_its_folder_is_refused(name):
     with pytest.raises(ValueError, match=r"name=.* must be the name of one folder"):
@@ -128,6 +141,7 @@ def test_an_override_of_what_the_sweep_sets_is_refused(word):
     [
         ({"colour": 1}, r"unknown key experiment\.colour"),
         ({"seeds": []}, r"experiment\.seeds is empty"),
+        ({"scales": {"full": {"argument": []}}}, r"experiment\.scales\.full=.* must have arguments"),
         ({"scale": "huge"}, "scale=huge is not defined for experiment=tiny; choose one of: full, proxy"),
     ],
 )

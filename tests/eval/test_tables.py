@@ -49,7 +49,7 @@ def runs(tmp_path):
 
 
 def experiment(published: str | None = None, seeds: tuple[int, ...] = (0, 1, 2)) -> Experiment:
-    return Experiment("table1", "Table 1", "table1", (), {}, seeds, published=published)
+    return Experiment("table1", "Table 1", "table1", "table1", (), {}, seeds, published=published)
 
 
 def test_mean_and_standard_error_over_seeds_are_those_computed_by_hand(runs):
@@ -78,8 +78,10 @@ def test_published_figures_stand_beside_at_the_same_lengths(runs):
     table = collect(experiment("table1_val_loss_162m_train4k"), runs, "make")
     assert table.rows["rope"].published == {"mean": [3.261, 3.936], "stderr": [0.001, 0.010]}
     header, _, rope = to_markdown(table).splitlines()[4:7]
-    assert header == "|  | val@4096 | val@16384 | published val@4096 | published val@16384 |"
-    assert rope.endswith("| 3.261 ± 0.001 | 3.936 ± 0.010 |")
+    assert header == (
+        "|  | val@4096 | val@16384 | published val@4096 (ours minus it) | published val@16384 (ours minus it) |"
+    )
+    assert rope.endswith("| 3.261 ± 0.001 (-0.061) | 3.936 ± 0.010 (+1.264) |")
 
 
 def test_a_published_table_that_does_not_exist_is_refused(runs):

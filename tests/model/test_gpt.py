@@ -224,3 +224,28 @@ def test_annotated_shapes_are_checked_while_the_tests_run():
         GPT(GPTConfig(n_layer=1, n_head=1, width=4, vocab_size=5))(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(TypeCheckError):
         orthogonalise(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_the_mlp_has_the_gradients_of_its_definition(autocast: bool):
+    mlp, x = MLP(16), torch.randn(2, 5, 16, requires_grad=True)
+    nn.init.normal_(mlp.down.weight)
+    upstream = torch.randn(2, 5, 16)
+    wanted = (x, mlp.up.weight, mlp.down.weight)
+    exact = torch.relu(x @ mlp.up.weight.T) ** 2 @ mlp.down.weight.T
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = mlp(x)
+    for got, expected in zip(
+        (y, *torch.autograd.grad(y.float(), wanted, upstream)),
+        (exact, *torch.autograd.grad(exact, wanted, upstream)),
+        strict=True,
+    ):
+        assert (got - expected).norm() < (0.02 if autocast else 1e-6) * expected.norm()
+
+
+def test_the_mlp_keeps_one_wide_tensor_for_the_backward_pass():
+    kept: list[torch.Size] = []
+    mlp = MLP(16)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        mlp(torch.randn(2, 5, 16))
+    assert [shape.numel() for shape in kept if shape[-1] == 64 and shape[:-1].numel() == 10] == [2 * 5 * 64]

@@ -184,12 +184,12 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_last_checkpoint_and_nothing
     assert save_checkpoint(tmp_path, state).is_dir()
 
 
-@pytest.mark.parametrize("share", [0.1, 0.9, 1.2, 1.7])
+@pytest.mark.parametrize("share", [0.1, 0.9, 1.2, 1.6])
 def test_a_file_that_the_system_cuts_short_is_noticed(tmp_path: Path, state: TrainState, share: float):
     """A limit that the kernel holds also against what is written outside Python, in the weights or in the rest."""
     complete = save_checkpoint(tmp_path, state)
     sizes = {path.name: path.stat().st_size for path in complete.iterdir()}
-    assert sizes["training.pt"] > 1.71 * sizes["model.safetensors"]
+    assert sizes["training.pt"] > 1.61 * sizes["model.safetensors"]
     before = listing(tmp_path)
     state.step = 4
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
