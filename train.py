@@ -1,7 +1,7 @@
 """Trains one model: python train.py model=162m position=rope data=fineweb10b run_dir=runs/NAME
 
 The same command under torchrun --standalone --nproc_per_node=8 gives the same result on eight devices. Run again, it
-goes on from the newest checkpoint of its run_dir.
+goes on from the newest checkpoint of its run_dir. With dry_run=true it only says what the run would take.
 """
 
 import sys
@@ -20,6 +20,7 @@ from model.gpt import GPT
 from training.checkpoint import restore_checkpoint, save_checkpoint
 from training.checkpoint_folder import awaits_validation, checkpoint_path, latest_checkpoint, record_validation
 from training.distributed import Process, Stopped, StopSignal, start_process
+from training.estimate import describe_run
 from training.health import check_finite, check_same_step, check_step
 from training.log import RunLog
 from training.metrics import StepMetrics
@@ -45,6 +46,9 @@ class Batches(Protocol):
 @record  # torchrun's own report then shows the error of the process that failed first
 def main(config: Any) -> None:
     check(config)
+    if config.dry_run:
+        print(describe_run(config))
+        return
     with start_process(config.device, config.precision) as process:
         run(config, process, open_data)
 
@@ -80,7 +84,7 @@ def run(
             try:
                 train(config, state, batches, measure, process, log)
             except OSError as error:  # a full disk, above all
-                error.add_note(f"; the same command goes on from {latest_checkpoint(run_dir) or 'the start'}")
+                error.add_note(f"(the same command goes on from {latest_checkpoint(run_dir) or 'the start'})")
                 raise
 
 

@@ -88,6 +88,13 @@ class Wandb:
 
 
 @dataclass
+class Estimate:
+    devices: int | None = None
+    peak_tflops: float = MISSING
+    utilisation: float = MISSING
+
+
+@dataclass
 class TrainConfig:
     model: Model = field(default_factory=Model)
     position: Position = field(default_factory=Position)
@@ -104,6 +111,8 @@ class TrainConfig:
     attention: str = MISSING
     compile: str = MISSING
     profile: bool = MISSING
+    dry_run: bool = MISSING
+    estimate: Estimate = field(default_factory=Estimate)
 
 
 @dataclass
@@ -274,6 +283,7 @@ class InspectDataConfig:
     out: str | None = None
 
 
+@dataclass
 class BenchCase:
     model: str = MISSING
     length: int = MISSING

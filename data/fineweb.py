@@ -99,7 +99,7 @@ class Stream:
         from datasets import load_dataset  # takes a second to import
 
         # Of parquet files only that column is downloaded; lines of JSON come whole.
-        options = {"columns": ["text"]} if self._source == "fineweb" else {}
+        options: dict[str, Any] = {"columns": ["text"]} if self._source == "fineweb" else {}
         dataset = load_dataset(
             self._repo, name=self._subset, split="train", streaming=True, revision=revision, **options
         ).select_columns(["text"])

@@ -213,15 +213,15 @@ class Hub:
 
 def _seconds_to_wait(error: Exception, retries: int) -> float | None:
     """Seconds until the next try, as the server asks for or doubled each time; None where trying again is of no use."""
-    wait = FIRST_WAIT * 2 ** (retries - 1)
+    seconds = FIRST_WAIT * 2 ** (retries - 1)
     if not isinstance(error, HfHubHTTPError):
-        return wait
+        return seconds
     if error.response.status_code not in RETRIED_STATUS:
         return None
     asked = error.response.headers.get("Retry-After", "")
     if asked.isdigit():
-        wait = max(wait, float(asked))
-    return wait if wait <= LONGEST_WAIT else None
+        seconds = max(seconds, float(asked))
+    return seconds if seconds <= LONGEST_WAIT else None
 
 
 def _compare(path: Path, remote: RemoteFile) -> None:

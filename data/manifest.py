@@ -204,12 +204,16 @@ def write_progress(folder: Path, arguments: dict[str, Any], progress: Any) -> No
 
 def publish(partial_dir: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
     """Makes the partial folder, with the files of the manifest and nothing else, into `out_dir`."""
-    names = {entry["name"] for entry in manifest["files"]}
-    for path in partial_dir.iterdir():
-        if path.name not in names:
-            path.unlink()
+    remove_all_but(partial_dir, {entry["name"] for entry in manifest["files"]})
     write_manifest(partial_dir, manifest)
     _replace_folder(partial_dir, out_dir.resolve())
+
+
+def remove_all_but(folder: Path, names: set[str]) -> None:
+    """Empties a folder, the named files excepted."""
+    for path in folder.iterdir():
+        if path.name not in names:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _replace_folder(new: Path, out_dir: Path) -> None:

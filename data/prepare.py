@@ -27,6 +27,7 @@ from data.manifest import (
     partial_folder,
     publish,
     read_progress,
+    remove_all_but,
     verify,
     write_manifest,
     write_progress,
@@ -138,27 +139,28 @@ def _prepare_text(
             raise ValueError(f"{folder / name}: {fault}; add overwrite=true to prepare the data again")
         return Prepared(folder, manifest, fresh=False)
 
-    def build(grown: Path, progress: Any) -> dict[str, Any]:
-        if progress:
-            _check_resumable(source, grown, progress, reader)
+    def check(grown: Path, progress: Any) -> None:
+        _check_resumable(source, grown, progress, reader)
 
+    def build(grown: Path, progress: Any) -> dict[str, Any]:
         def save(progress: dict[str, Any]) -> None:
             write_progress(grown, arguments, {**progress, "identity": reader.identity})
 
         made = tokenize(reader, coder, grown, plan, workers or os.cpu_count() or 1, progress, save)
         return {**arguments, "vocab_size": coder.vocab_size, "end_of_text": coder.end_of_text, **made}
 
-    return _grow(folder, arguments, build)
+    return _grow(folder, arguments, check, build)
 
 
 def _check_resumable(source: str, grown: Path, progress: Any, reader: Source) -> None:
+    """Raises ValueError, and leaves everything as it is, where going on would give other bytes."""
     if progress["identity"] != reader.identity:
         raise ValueError(
             f"source={source}: the files have changed since the interrupted start that left {grown}; "
             "add overwrite=true to start over"
         )
     check_files(grown, progress)
-    _remove_all_but(grown, {entry["name"] for entry in progress["files"]})
+    remove_all_but(grown, {LOCK, PROGRESS, *(entry["name"] for entry in progress["files"])})
     _say(f"going on after {len(progress['files'])} shards that an interrupted start has written")
 
 
@@ -179,7 +181,7 @@ def _prepare_public_shards(source: str, folder: Path, tokenizer: str, shards: in
             write_progress(grown, arguments, {"source": source})
             return manifest_of(fineweb.download(source, names, grown))
 
-        return _grow(folder, arguments, build)
+        return _grow(folder, arguments, lambda grown, progress: None, build)  # each file is checked by itself
 
     wrong = verify(folder)
     for name, fault in wrong.items():
@@ -200,16 +202,24 @@ def _prepare_public_shards(source: str, folder: Path, tokenizer: str, shards: in
     return Prepared(folder, manifest, fresh=True)
 
 
-def _grow(folder: Path, arguments: dict[str, Any], build: Callable[[Path, Any], dict[str, Any]]) -> Prepared:
+def _grow(
+    folder: Path,
+    arguments: dict[str, Any],
+    check: Callable[[Path, Any], None],
+    build: Callable[[Path, Any], dict[str, Any]],
+) -> Prepared:
     """Has `build(partial folder, progress)` make a folder and its manifest, and puts it in place.
 
-    What an interruption or a fault of the machine leaves stays for the next start; a user's mistake leaves nothing.
+    `check` sees what an earlier start left before it is gone on with. What an interruption or a fault of the machine
+    leaves stays for the next start; a user's mistake leaves nothing.
     """
     grown = partial_folder(folder)
     with locked(grown):
         progress = read_progress(grown, arguments)
         if progress is None:
-            _remove_all_but(grown, set())
+            remove_all_but(grown, {LOCK})
+        else:
+            check(grown, progress)
         try:
             manifest = build(grown, progress)
             publish(grown, folder, manifest)
@@ -285,13 +295,6 @@ def _check(source: str, path: object, subset: object, shards: object, workers: o
         _check_count("workers", workers, 1, 1024)
     if not isinstance(overwrite, bool):
         raise ValueError(f"overwrite={overwrite}: must be true or false")
-
-
-def _remove_all_but(folder: Path, names: set[str]) -> None:
-    """Removes what an interrupted start left half done."""
-    for path in folder.iterdir():
-        if path.name not in {*names, LOCK, PROGRESS}:
-            path.unlink()
 
 
 def _say(text: str) -> None:

@@ -33,7 +33,7 @@ def read_calculation(config: Any) -> dict[str, Any]:
     label = f"experiment={keys['name']}"
     if keys["calculate"] != "entropy_growth":
         raise ValueError(f"{label}: calculate={keys['calculate']} is unknown; it must be entropy_growth")
-    if unset := [key for key in ("schemes", "ratio", "t", "samples", "logits", "seed") if key not in keys]:
+    if unset := [key for key in ("schemes", "ratio", "t", "fit_from", "samples", "logits", "seed") if key not in keys]:
         raise ValueError(f"{label} has no key {unset[0]}; see configs/experiment/fig2.yaml")
     for key in ("scale", "only", "overrides", "fast"):
         if config[key]:
@@ -43,6 +43,8 @@ def read_calculation(config: Any) -> dict[str, Any]:
         raise ValueError(f"experiment.t={t} must have 2 <= first < last and points of at least 3")
     if not (keys["ratio"] > 1 and 2 <= samples["fewest"] <= samples["most"]):
         raise ValueError(f"experiment.ratio={keys['ratio']} must be above 1, experiment.samples={samples} 2 or more")
+    if not keys["fit_from"] < t["last"]:
+        raise ValueError(f"experiment.fit_from={keys['fit_from']} must be below the last t, {t['last']}")
     for position in keys["schemes"].values():
         single_head(position)
     return keys
@@ -79,13 +81,14 @@ def _entropies(scheme: PositionScheme, t: int, config: Any, generator: torch.Gen
     return torch.cat(parts)[:, 0]
 
 
-def growth_fits(data: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]]:
+def growth_fits(data: pd.DataFrame, fit_from: int) -> dict[str, dict[str, dict[str, float]]]:
     """For each scheme the lines H = intercept + slope f(t), f = log t and f = sqrt(log t), of least squares.
 
-    The points are weighted by their standard errors, and `off` is the root mean square of the residuals in those.
+    Only points with t >= fit_from count. They are weighted by their standard errors, and `off` is the root mean square
+    of the residuals in those.
     """
     fits: dict[str, dict[str, dict[str, float]]] = {}
-    for name, part in data.groupby("scheme", sort=False):
+    for name, part in data.query("t >= @fit_from").groupby("scheme", sort=False):
         t, entropy, error = (part[key].to_numpy(dtype=float) for key in ("t", "entropy", "stderr"))
         for label, f in GROWTH.items():
             slope, intercept = np.polyfit(f(t), entropy, 1, w=1 / error)

@@ -69,23 +69,7 @@ class _Sum(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, x.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = (x[rows] @ matrix.T).float()
-            counted = targets[rows] != IGNORED
-            index = targets[rows].where(counted, 0)[:, None]
-            target, highest = logits.gather(1, index)[:, 0], logits.amax(dim=-1)
-            probabilities = torch.softmax(logits, dim=-1, out=logits)  # in the place of the logits
-            log_z = highest - probabilities.amax(dim=-1).log()  # the highest one, at least 1/V, can't underflow
-            total += ((log_z - target) * counted).sum()
-            if dx is None or dweight is None:
-                continue
-            # d loss / d logits = softmax - one-hot, again in the same place
-            gradient = probabilities.scatter_add_(1, index, torch.full_like(target, -1)[:, None])
-            gradient = gradient.mul_(counted[:, None]).to(x.dtype)
-            torch.mm(gradient, matrix, out=dx[rows])
-            if gradient.dtype == dweight.dtype:
-                dweight.addmm_(gradient.T, x[rows])
-            else:
-                dweight += gradient.T @ x[rows]
+            total += _chunk_sum(x[rows], matrix, targets[rows], None if dx is None else dx[rows], dweight)
         ctx.gradients, ctx.weight_dtype = (dx, dweight), weight.dtype
         return total
 
@@ -99,3 +83,23 @@ class _Sum(torch.autograd.Function):
         (dx, dweight), ctx.gradients = ctx.gradients, None  # nothing holds them any more, so they needn't be copied
         (grad,) = grad_outputs
         return dx.mul_(grad), dweight.mul_(grad).to(ctx.weight_dtype), None, None
+
+
+def _chunk_sum(x: Tensor, matrix: Tensor, targets: Tensor, dx: Tensor | None, dweight: Tensor | None) -> Tensor:
+    """The summed loss of one chunk; writes its gradient into `dx` and adds to `dweight`. Nothing else is left."""
+    logits = (x @ matrix.T).float()
+    counted = targets != IGNORED
+    index = targets.where(counted, 0)[:, None]
+    target, highest = logits.gather(1, index)[:, 0], logits.amax(dim=-1)
+    probabilities = torch.softmax(logits, dim=-1, out=logits)  # in the place of the logits
+    log_z = highest - probabilities.amax(dim=-1).log()  # the highest one, at least 1/V, can't underflow
+    if dx is not None and dweight is not None:
+        # d loss / d logits = softmax - one-hot, again in the same place
+        gradient = probabilities.scatter_add_(1, index, torch.full_like(target, -1)[:, None])
+        gradient = gradient.mul_(counted[:, None]).to(x.dtype)
+        torch.mm(gradient, matrix, out=dx)
+        if gradient.dtype == dweight.dtype:
+            dweight.addmm_(gradient.T, x)
+        else:
+            dweight += gradient.T @ x
+    return ((log_z - target) * counted).sum()

@@ -153,6 +153,12 @@ class GPT(nn.Module):
             x = self._run(block, x, plan.at_layer(layer))
         return rms_norm(x)
 
+    def _run(self, block: nn.Module, x: Float[Tensor, "B T C"], plan: Plan) -> Float[Tensor, "B T C"]:
+        if self.config.activation_checkpointing and torch.is_grad_enabled():
+            # a block draws no random numbers, so none need to be drawn again
+            return checkpoint(block, x, plan, use_reentrant=False, preserve_rng_state=False)
+        return block(x, plan)
+
     def new_cache(self, rows: int, inference_length: int) -> Cache:
         """An empty cache for `rows` sequences of equal length that grow to `inference_length` tokens at most."""
         cores = [block.attention.core for block in self.blocks if isinstance(block, Block)]
@@ -176,9 +182,3 @@ class GPT(nn.Module):
         for cache in caches:
             cache.length += count
         return self.output(rms_norm(x[:, -1]))
-
-    def _run(self, block: nn.Module, x: Float[Tensor, "B T C"], plan: Plan) -> Float[Tensor, "B T C"]:
-        if self.config.activation_checkpointing and torch.is_grad_enabled():
-            # a block draws no random numbers, so none need to be drawn again
-            return checkpoint(block, x, plan, use_reentrant=False, preserve_rng_state=False)
-        return block(x, plan)

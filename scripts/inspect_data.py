@@ -17,7 +17,7 @@ from tqdm import tqdm
 from configs.command import command
 from data.documents import Bin, Documents, count_documents, draw_samples, histogram, median
 from data.loader import TokenStream, open_split
-from data.manifest import MANIFEST, REMEDY, describe_shard, read_manifest
+from data.manifest import MANIFEST, REMEDY, read_manifest, verify
 from data.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "val")
@@ -100,10 +100,8 @@ def compare(folder: Path, manifest: dict[str, Any] | None, found: dict[str, Docu
             )
     if not contents:
         return f"{MANIFEST}: {len(files)} files, sizes, tokens and documents agree (sha256=true compares contents, too)"
-    for entry in tqdm(files, desc="sha256", unit="file", disable=None):
-        path = folder / entry["name"]
-        if describe_shard(path, entry["split"], 0)["sha256"] != entry.get("sha256"):
-            raise ValueError(f"{path}: its SHA-256 differs from {MANIFEST}'s {entry.get('sha256')}; {REMEDY}")
+    for name, fault in verify(folder).items():
+        raise ValueError(f"{folder / name}: {fault}; {REMEDY}")
     return f"{MANIFEST}: {len(files)} files, sizes, tokens, documents and SHA-256 agree"
 
 

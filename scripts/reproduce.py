@@ -40,7 +40,7 @@ def calculate(config: Any) -> None:
     """Writes the numbers, the fits and the figure of an experiment without runs."""
     keys = read_calculation(config)
     data = entropy_growth(keys)
-    fits = growth_fits(data)
+    fits = growth_fits(data, keys["fit_from"])
     folder = Path("results", config.name or keys["name"])
     made_by = {"experiment": keys["name"], "command": command_line(), "commit": commit()}
     paths = write_calculation(folder, data, {**made_by, "fits": fits})

@@ -110,7 +110,7 @@ def test_nothing_is_written_outside_the_run_directory(folder: Path):
     assert {path.name for path in folder.iterdir()} == {"data", "runs"}
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 64])
+@pytest.mark.parametrize("micro_batch_tokens", [pytest.param(1, marks=pytest.mark.slow), 64])
 def test_micro_batches_do_not_change_the_losses(folder: Path, uninterrupted: Path, micro_batch_tokens: int):
     assert run(train.main, tiny_words(folder, f"train.micro_batch_tokens={micro_batch_tokens}")) == 0
     assert_same_losses(metrics_of(folder), metrics_of(uninterrupted), tolerance=2e-4)
@@ -158,7 +158,7 @@ def stop_in_validation(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(train, "loss_by_length", loss_by_length)
 
 
-@pytest.mark.parametrize(("step", "batch"), [(8, 5), (12, 7), (12, 8)])
+@pytest.mark.parametrize(("step", "batch"), [pytest.param(8, 5, marks=pytest.mark.slow), (12, 8)])
 def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(
     folder: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, step: int, batch: int
 ):

@@ -99,8 +99,8 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         precision: "auto" (bf16 where the device multiplies it fast, else fp32), "fp32" or "bf16".
 
-    Raises ValueError for device=cuda without one, or for more processes on a machine than it has CUDA devices, and
-    ConnectionError when another process of the run has ended.
+    Raises ValueError for device=cuda without one, or for more processes on a machine than it has CUDA devices. When
+    another process of the run has ended, this one exits with code 2; the main process says so.
     """
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     try:
@@ -121,18 +121,23 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
     if world_size() > 1:
         on_cuda = place.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", device_id=place if on_cuda else None)
+    in_order = True
     try:
         yield Process(rank, world_size(), place, precision)
-    except RuntimeError as error:
-        if lost_process(error):
-            raise ConnectionError(
-                f"another process of this run ended ({first_line(error)}); if it could still say why, the log.txt of "
-                "the run directory tells"
-            ) from error
-        raise
+    except Exception as error:
+        in_order = False  # the others may be gone or stuck, and to leave the group would be to wait for them
+        if not lost_process(error):
+            raise
+        if rank == 0:
+            print(
+                f"error: another process of this run ended ({first_line(error)}); if it could still say why, the "
+                "log.txt of the run directory tells",
+                file=sys.stderr,
+                flush=True,
+            )
+        sys.exit(2)  # this is no error of its own, and torchrun is to report that of the other one
     finally:
-        # After an error the others may be gone or stuck, and leaving in order would wait for them.
-        if dist.is_initialized() and not isinstance(sys.exception(), Exception):
+        if dist.is_initialized() and in_order:
             dist.destroy_process_group()
 
 
@@ -142,7 +147,9 @@ def lost_process(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """What an error says in one line, without gloo's advice."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return line.split(". This is typically")[0]
 
 
 class StopSignal:

@@ -142,7 +142,7 @@ def _gather(updates: dict[Tensor, Tensor], shared: list[tuple[Tensor, int]]) -> 
         if owner == _rank():
             mine[place] = updates[parameter].flatten()
     gathered = mine.new_empty(len(sizes) * len(mine))
-    dist.all_gather_into_tensor(gathered, mine)
+    dist.all_gather_single(gathered, mine)
     everyones = gathered.chunk(len(sizes))
     return {parameter: everyones[owner][place].view_as(parameter) for parameter, owner, place in places}
 

@@ -19,7 +19,7 @@ from training.log import LOG, METRICS, read_metrics_lines
 
 # What may change when a run is resumed, because it does not change the results (but for rounding).
 FREE = (
-    *("run_dir", "device", "precision", "compile", "attention", "wandb", "profile"),
+    *("run_dir", "device", "precision", "compile", "attention", "wandb", "profile", "dry_run", "estimate"),
     *("train.micro_batch_tokens", "train.activation_checkpointing"),
     *("train.checkpoint_every", "train.keep_checkpoints", "train.log_every"),
     "train.nonfinite",  # so that a run that met one can go on without it

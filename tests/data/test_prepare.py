@@ -253,7 +253,7 @@ def test_an_interruption_before_the_first_shard_leaves_nothing_and_the_next_star
             prepare("text", out, "bytes", text, val_every=10)
     assert not out.exists()
     assert leftovers(out) == []
-    (out.parent / ".mine.partial").mkdir()  # what a killed process leaves
+    (out.parent / ".mine.partial" / ".cache").mkdir(parents=True)  # what a killed process leaves
     (out.parent / ".mine.partial" / "text_train_000007.bin").write_bytes(b"half")
     prepare("text", out, "bytes", text, val_every=10)
     assert stored(out, "val") == ids([DOCUMENTS[9], DOCUMENTS[19]])
@@ -468,15 +468,18 @@ def test_other_arguments_do_not_go_on_from_an_interrupted_start(text, out, unfin
 
 
 def test_files_that_changed_since_the_interruption_are_not_gone_on_with(text, out, unfinished):
+    before = content(unfinished)
     text.write_text(text.read_text().replace("document 3", "Document 3"))
     with pytest.raises(ValueError, match=r"the files have changed since the interrupted start .* overwrite=true"):
         prepare("text", out, "bytes", text, shard_tokens=50)
+    assert content(unfinished) == before
 
 
 def test_a_shard_damaged_since_the_interruption_is_named(text, out, unfinished):
     (unfinished / "text_train_000001.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"text_train_000001.bin: ends at byte 1"):
         prepare("text", out, "bytes", text, shard_tokens=50)
+    assert len(content(unfinished)) > 3
 
 
 def test_two_processes_do_not_prepare_one_folder_at_once(text, out):

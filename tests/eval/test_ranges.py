@@ -58,7 +58,7 @@ def growth(schemes: dict, last: int) -> pd.DataFrame:
 
 def test_plain_entropy_grows_like_log_t_and_scale_invariant_entropy_slower():
     data = growth({"none": {}, "si": SCALE_INVARIANT}, 10000)
-    fits = growth_fits(data)
+    fits = growth_fits(data, 10)
     assert fits["none"]["log t"]["slope"] == pytest.approx(1, abs=0.02)
     largest = data[(data["scheme"] == "none") & (data["t"] == 10000)]["entropy"].item()
     assert largest == pytest.approx(math.log(90000) - 0.5, abs=0.01)

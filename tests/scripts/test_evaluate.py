@@ -10,6 +10,7 @@ from eval.loss import loss_by_length
 from eval.runs import load_run, read_metrics
 from scripts import evaluate
 from tests.tiny_run import listing, run, tiny_words, write_tiny_data
+from training.checkpoint_folder import record_validation
 from training.distributed import start_process
 
 
@@ -56,6 +57,12 @@ def test_an_earlier_checkpoint_has_its_own_loss_and_step(folder: Path):
     metrics = read_metrics(folder / "run").set_index("step")
     assert result["loss"]["32"]["mean"] == pytest.approx(metrics.loc[8, "val/loss_32"], abs=1e-6)
     assert result["step"] == 8
+
+
+def test_the_best_checkpoint_is_the_one_of_the_lowest_validation_loss(folder: Path):
+    assert evaluated(folder, "step=best")["step"] == 12
+    record_validation(folder / "run" / "checkpoints" / "step_000008", 32, {32: 0.1, 64: 9.0})
+    assert evaluated(folder, "step=best")["step"] == 8
 
 
 def test_an_unfinished_run_is_evaluated_at_the_step_that_it_has_reached(folder: Path):

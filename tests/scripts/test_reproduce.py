@@ -80,7 +80,9 @@ def test_the_commit_is_none_outside_git(tmp_path, monkeypatch):
 def test_an_experiment_without_runs_writes_its_numbers_fits_and_figure(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["experiment.t={first: 10, last: 100, points: 3}", "experiment.samples={fewest: 3, most: 30}"]
-    monkeypatch.setattr(sys, "argv", ["reproduce.py", "experiment=fig2", *small, "experiment.logits=1000"])
+    monkeypatch.setattr(
+        sys, "argv", ["reproduce.py", "experiment=fig2", *small, "experiment.logits=1000", "experiment.fit_from=10"]
+    )
     reproduce.main()
     folder = tmp_path / "results" / "fig2"
     assert {path.name for path in folder.iterdir()} == {"data.csv", "summary.json", "fig2.png", "fig2.pdf"}
