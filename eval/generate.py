@@ -103,8 +103,7 @@ def generate(
     Raises ValueError, before any work, for a prompt without tokens, an id outside the vocabulary, or a number that is
     too small.
     """
-    vocab_size = vocab_size or model.config.vocab_size
-    _check(prompts, max_new_tokens, inference_length, vocab_size, prefill_tokens)
+    _check(prompts, max_new_tokens, inference_length, model.config.vocab_size, prefill_tokens)
     groups = [
         (rows, model.new_cache(len(rows), inference_length or length + max_new_tokens))
         for length, rows in _by_length(prompts).items()
