@@ -8,6 +8,7 @@
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +112,11 @@ def _first(length: int, transform: Transform | None) -> Transform | None:
     if transform is None:
         return None
     scale, shift = transform.scale, transform.shift
-    return Transform(None if scale is None else scale[:, :length], None if shift is None else shift[:, :length])
+    return replace(
+        transform,
+        scale=None if scale is None else scale[:, :length],
+        shift=None if shift is None else shift[:, :length],
+    )
 
 
 def build_position(

@@ -273,7 +273,7 @@ def test_a_failing_overwrite_keeps_the_old_data(text, out):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"source": "c4"}, "source=c4 is unknown; choose one of: sotu, text, fineweb, fineweb10b"),
+        ({"source": "pile"}, "source=pile is unknown; choose one of: sotu, text, fineweb, c4, fineweb10b"),
         ({"source": "text"}, "path is not set; source=text needs path="),
         ({"source": "sotu", "path": "x"}, "path=x is only for source=text"),
         ({"source": "sotu", "subset": "x"}, "subset=x is only for source=fineweb"),
