@@ -116,7 +116,9 @@ def growth_figure(data: pd.DataFrame, ratio: float, fits: Mapping[str, Mapping[s
     axes.set_ylim(bottom=0)
     axes.grid(True, color="0.92", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(handles=drawn, frameon=False, fontsize=8.5, loc="upper left")
+    figure.legend(
+        handles=drawn, loc="outside lower center", ncols=len(fits), frameon=False, fontsize=8.5
+    )  # a column each
     return figure
 
 
