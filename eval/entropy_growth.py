@@ -100,7 +100,7 @@ def growth_fits(data: pd.DataFrame, fit_from: int) -> dict[str, dict[str, dict[s
 
 def growth_figure(data: pd.DataFrame, ratio: float, fits: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
     """Entropy over t (log axis), one colour a scheme, with both fits: sqrt(log t) solid, log t dashed."""
-    figure = Figure(figsize=(7.6, 5.2), layout="constrained")
+    figure = Figure(figsize=(9.6, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     drawn = []
