@@ -42,8 +42,8 @@ class Batches(Protocol):
     def batch(self, step: int) -> tuple[Tensor, Tensor]: ...
 
 
+@record  # torchrun's own report then shows the bug of the process that failed first
 @command("train")
-@record  # torchrun's own report then shows the error of the process that failed first
 def main(config: Any) -> None:
     check(config)
     if config.dry_run:

@@ -352,6 +352,10 @@ def check(config: Any) -> None:
         if (value := OmegaConf.select(config, key)) < 1:
             raise ValueError(f"{key}={value} must be at least 1")
     check_choices(config)
+    if config.seed < 0:
+        raise ValueError(f"seed={config.seed} must be at least 0")
+    if len(set(config.validation.lengths)) < len(config.validation.lengths):
+        raise ValueError(f"validation.lengths={config.validation.lengths} holds a length twice; name each once")
     if not config.validation.lengths or min(config.validation.lengths) < 1:
         raise ValueError(
             f"validation.lengths={config.validation.lengths} must hold at least one length, such as [4096]"

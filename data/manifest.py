@@ -20,6 +20,7 @@ MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 LOCK = "lock"
 REMEDY = "delete the folder and prepare the data again"
+MEASURED = {"source_bytes": "bytes", "source_files": "files"}  # what nobody asks for, but finds in the texts
 FILE_KEYS = {"name": str, "split": str, "bytes": int, "tokens": int}
 
 
@@ -142,6 +143,11 @@ def find_finished(out_dir: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
 def check_arguments(what: str, there: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Raises ValueError naming the first argument whose value is another one."""
     for key, value in arguments.items():
+        if there.get(key) != value and key in MEASURED:
+            raise ValueError(
+                f"{what} from other texts: {there.get(key)} {MEASURED[key]} then, {value} now; "
+                "choose another out_dir, or add overwrite=true"
+            )
         if there.get(key) != value:
             raise ValueError(
                 f"{what} with {key}={there.get(key)}, now asked for {key}={value}; "
@@ -172,7 +178,12 @@ def partial_folder(out_dir: Path) -> Path:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes the folder, and holds it for this process, however it ends. Raises ValueError where another one has it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out_dir: can't make the folder {folder} ({error.strerror}); choose another out_dir"
+        ) from error
     with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -234,7 +234,8 @@ class _Sharder:
         if not tokens["val"]:
             raise ValueError(
                 f"val_every={plan.val_every} puts none of the {documents} documents into validation; "
-                f"set val_every to 2 ... {documents}, or val_tokens=N for the first N tokens"
+                + (f"set val_every to 2 ... {documents}, or " if documents > 1 else "set ")
+                + "val_tokens=N for the first N tokens"
             )
         if not tokens["train"]:
             raise ValueError(

@@ -58,6 +58,10 @@ def read_prompts(config: Any) -> list[str]:
         raise ValueError(f"prompt={config.prompt} and prompts_file={config.prompts_file} exclude each other")
     try:
         lines = Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(
+            f"prompts_file={config.prompts_file} can't be read ({error.strerror}); give a text file"
+        ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"prompts_file={config.prompts_file} is not UTF-8 text ({error})") from error
     if not lines:

@@ -191,7 +191,7 @@ def choose_device(device: str, local_rank: int = 0) -> torch.device:
     if (count := torch.cuda.device_count()) <= local_rank:
         raise ValueError(
             f"device=cuda: this machine has {count} CUDA devices, and process {local_rank} needs one of its own; use "
-            f"device=cpu, or --nproc_per_node={max(count, 1)}"
+            f"device=cpu" + (f", or --nproc_per_node={count}" if count else "")
         )
     return torch.device("cuda", local_rank)
 

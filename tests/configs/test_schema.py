@@ -15,6 +15,8 @@ from configs.schema import check
         ("model.n_head=0", r"model\.n_head=0 must be at least 1"),
         ("validation.lengths=[]", r"validation\.lengths=\[\] must hold at least one length"),
         ("validation.lengths=[64,0]", r"validation\.lengths=\[64, 0\]"),
+        ("validation.lengths=[64,32,64]", r"validation\.lengths=\[64, 32, 64\] holds a length twice"),
+        ("seed=-1", "seed=-1 must be at least 0"),
         ("precision=fp16", r"precision=fp16 is unknown; choose one of: auto, fp32, bf16"),
         ("device=tpu", r"device=tpu is unknown; choose one of: auto, cpu, cuda"),
         ("wandb.mode=yes", r"wandb\.mode=.* is unknown; choose one of: disabled, offline, online"),
