@@ -1,5 +1,6 @@
 """FineWeb as public shards of GPT-2 tokens (those of the NanoGPT speedrun), or streamed as text; so is C4."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ class Stream:
 
     def __init__(self, source: str, subset: str) -> None:
         self._source, self._repo, self._subset = source, STREAMED[source][0], subset
+        billions = re.search(r"(\d+)BT$", subset)  # sample-10BT has about 10 billion tokens
+        self.about_tokens: float | None = 1e9 * int(billions[1]) if billions else None
         self.identity: dict[str, Any] = {}  # positions name the version of the data
 
     def batches(self, start: Position | None = None) -> Iterator[Batch]:

@@ -97,7 +97,7 @@ def tokenize(
     with _progress_bar(source, plan) as bar:
         for batch, encoded in encode_in_order(batches, tokenizer, workers):
             sharder.add(batch, encoded)
-            _advance(bar, batch, plan, sharder.counts)
+            _advance(bar, batch, source, plan, sharder.counts)
             if sharder.is_full:
                 break
     return sharder.finish()
@@ -323,11 +323,17 @@ def _progress_bar(source: Source, plan: Plan) -> tqdm:
     return tqdm(total=total, unit="B", unit_scale=True, desc=plan.name, disable=None, smoothing=0.05)
 
 
-def _advance(bar: tqdm, batch: Batch, plan: Plan, counts: Counts) -> None:
+def _expected_tokens(source: Source, plan: Plan) -> float | None:
+    """Where the end is known in tokens rather than in bytes of the source."""
+    if plan.shards is None:
+        return source.about_tokens
+    wanted = plan.shards * plan.shard_tokens
+    return wanted * plan.val_every / (plan.val_every - 1) if plan.val_every else wanted + (plan.val_tokens or 0)
+
+
+def _advance(bar: tqdm, batch: Batch, source: Source, plan: Plan, counts: Counts) -> None:
     tokens = sum(counts.tokens.values())
-    if plan.shards is not None and tokens:  # the end is known in tokens
-        wanted = plan.shards * plan.shard_tokens
-        wanted = wanted * plan.val_every / (plan.val_every - 1) if plan.val_every else wanted + (plan.val_tokens or 0)
+    if tokens and (wanted := _expected_tokens(source, plan)):
         bar.total = max(batch.bytes_read, round(batch.bytes_read * wanted / tokens))
     if bar.n == 0:  # where an earlier start had come counts for nothing in the rate
         bar.initial = bar.n = batch.bytes_read

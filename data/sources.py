@@ -53,9 +53,11 @@ class Batch(NamedTuple):
 
 
 class Source(Protocol):
-    """`total_bytes` is None where it is unknown; a changed `identity` tells that old positions mean nothing."""
+    """A changed `identity` tells that old positions mean nothing. `total_bytes` is None where it is unknown;
+    `about_tokens` may then say roughly how long the source is."""
 
     total_bytes: int | None
+    about_tokens: float | None
     identity: dict[str, Any]
 
     def batches(self, start: Position | None = None) -> Iterator[Batch]:
@@ -69,6 +71,8 @@ Read = tuple[int | None, Piece, int]
 
 class Files:
     """The documents of files, one after the other."""
+
+    about_tokens: float | None = None
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import hub as hub_module
+from data.fineweb import Stream
 from data.loader import open_split
 from data.prepare import prepare
 from data.shards import write_shard
@@ -369,3 +370,8 @@ def test_an_unknown_subset_lists_the_known_ones(server, documents, out, tmp_path
     assert "sample-1T" in failed.stderr
     assert "sample-10BT" in failed.stderr
     assert failed.stderr.count("\n") == 1
+
+
+def test_the_name_of_a_subset_says_how_long_it_is_where_it_does():
+    subsets = {"sample-10BT": 1e10, "sample-350BT": 3.5e11, "CC-MAIN-2024-10": None, "default": None}
+    assert {subset: Stream("fineweb", subset).about_tokens for subset in subsets} == subsets

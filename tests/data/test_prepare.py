@@ -223,7 +223,7 @@ def test_other_arguments_over_a_finished_folder_name_the_difference_and_overwrit
 def test_changed_text_is_not_taken_for_done(text, out):
     prepare("text", out, "bytes", text, val_every=10)
     text.write_text(text.read_text() + '{"text": "one more"}\n')
-    with pytest.raises(ValueError, match="was prepared from other texts: [0-9]+ bytes then, [0-9]+ now"):
+    with pytest.raises(ValueError, match=r"was prepared from other texts: [0-9]+ bytes then, [0-9]+ now"):
         prepare("text", out, "bytes", text, val_every=10)
 
 
