@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from model.attend.transform import Transform
 
 _ROWS = 128  # of a strip; half of it up to 1024 keys, where the masked triangle weighs more than the calls
-_KEYS = 8192  # of the heads of a strip together: it should stay in the cache
+_KEYS = 8192  # of the heads of a strip together, which should stay in the cache; two heads, for two threads, come first
 
 
 @torch.compiler.disable  # dynamo would unroll the strips
