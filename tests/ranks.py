@@ -1,5 +1,6 @@
 """Processes for a test, forked from one that has torch loaded: several gloo ranks, or one to kill."""
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -18,6 +19,7 @@ from training.distributed import Process, start_process
 # children could not.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "train", "torch.profiler"])
+PATIENCE = 240  # seconds: a process that has not ended by then hangs
 
 
 class Ended(NamedTuple):
@@ -52,10 +54,13 @@ def start_ranks(world_size: int, function: Callable[..., object], *arguments: An
 
 
 def run_ranks(world_size: int, function: Callable[..., object], *arguments: Any, folder: Path) -> list[Ended]:
-    """Waits for them, and tells how each ended."""
+    """Waits for them, and tells how each ended: one that hangs by SIGKILL, having said where."""
     ended = []
     for rank, process in enumerate(start_ranks(world_size, function, *arguments, folder=folder)):
-        process.join()
+        process.join(PATIENCE + 20)
+        if process.is_alive():
+            process.kill()
+            process.join()
         ended.append(Ended(process.exitcode, (folder / f"rank{rank}.txt").read_text()))
     return ended
 
@@ -79,6 +84,7 @@ def _main(function: Callable[..., object], arguments: tuple, out: str, environme
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.dump_traceback_later(PATIENCE, file=2)
     code = 0
     try:
         function(*arguments)

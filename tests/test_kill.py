@@ -20,7 +20,7 @@ from training.checkpoint_folder import checkpoint_step, latest_checkpoint, list_
 from training.log import read_metrics_lines
 from training.state import TrainState, build_state
 
-STEPS = ("train.steps=160", "train.checkpoint_every=2", "validation.every=6", "data.repeat=true")
+STEPS = ("train.steps=800", "train.checkpoint_every=2", "validation.every=6", "data.repeat=true")
 # When to kill: while the process starts, at a random moment of its work, or while a checkpoint is written or removed.
 MOMENTS = ("start", "work", "save", "save") * 6
 
@@ -32,7 +32,7 @@ def train_in_child(words: list[str]) -> None:
 def starts_of(folder: Path) -> list[int]:
     """The steps that the run was started from, in order."""
     log = folder / "run" / "log.txt"
-    return [int(step) for step in re.findall(r"steps (\d+) to 160", log.read_text())] if log.exists() else []
+    return [int(step) for step in re.findall(r"steps (\d+) to 800", log.read_text())] if log.exists() else []
 
 
 def wait(until: Callable[[], bool], alive: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ def train_and_kill(folder: Path, moment: str, dice: random.Random) -> str:
         for _ in range(dice.randrange(1, 4)):
             wait(lambda: not any(checkpoints.glob("*.partial")), child.is_alive)
             wait(lambda: any(checkpoints.glob("*.partial")), child.is_alive)
-        time.sleep(dice.uniform(0, 0.003))
+        time.sleep(dice.uniform(0, 0.002))
     if not child.is_alive():
         return "too late"
     assert child.pid is not None

@@ -91,6 +91,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+# Keeps every process group of this process alive. DDP frees its own reference to it with Python's lock held, and if that
+# is the last one, it waits for gloo's thread, which may be waiting for the lock: the process would never end.
+_groups: list[dist.ProcessGroup | None] = []
+
+
 @contextmanager
 def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Process]:
     """Joins the processes of this run (NCCL between GPUs, gloo between CPUs) and leaves them at the end.
@@ -121,6 +126,7 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
     if world_size() > 1:
         on_cuda = place.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", device_id=place if on_cuda else None)
+        _groups.append(dist.group.WORLD)
     in_order = True
     try:
         yield Process(rank, world_size(), place, precision)
