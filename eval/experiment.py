@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from eval.runs import load_config, run_status
 
-KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in"}
+KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in", "measure"}
 SCALE_KEYS = {"arguments", "prepare", "published"}
 
 
@@ -23,6 +23,7 @@ class Experiment:
     """A named set of runs. `shared` are the arguments of all runs.
 
     `folder` is its place below results/, `runs_in` that of its runs below runs/: experiments may have runs in common.
+    `measure` says what is measured of a trained run.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Experiment:
     seeds: tuple[int, ...]
     prepare: tuple[str, ...] = ()
     published: str | None = None
+    measure: str = "loss"
 
     @property
     def results(self) -> Path:
@@ -121,6 +123,7 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         seeds=tuple(description["seeds"]),
         prepare=tuple(scale.get("prepare") or ()),
         published=scale.get("published"),
+        measure=description.get("measure", "loss"),
     )
 
 

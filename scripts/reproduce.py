@@ -28,10 +28,12 @@ def main(config: Any) -> None:
         calculate(config)
         return
     experiment, runs = read_runs(config)
+    if experiment.measure not in MEASURES:
+        raise ValueError(f"experiment.measure={experiment.measure} is not known; choose one of: {', '.join(MEASURES)}")
     chosen = select(runs, config.only)
     prepare(experiment)
     failures = train(chosen, config)
-    write_results(experiment, runs)
+    print("Written:", *MEASURES[experiment.measure](experiment, runs), sep="\n  ")
     if report(failures):
         sys.exit(1)
 
@@ -57,14 +59,17 @@ def prepare(experiment: Experiment) -> None:
             sys.exit(done.returncode)
 
 
-def write_results(experiment: Experiment, runs: list[Run]) -> None:
-    """Writes the tables and figures of what is finished; prints the table and the paths."""
+def measure_loss(experiment: Experiment, runs: list[Run]) -> list[Path]:
+    """Writes the tables and figures of the losses of what is finished; prints the table, returns the paths."""
     table = collect(experiment, runs, command_line(), commit())
     paths = write_table(table, experiment.results)
     paths += save_figure(loss_curves(history(runs), table), experiment.results / "loss_curves")
     paths += save_figure(loss_by_length(table), experiment.results / "loss_by_length")
     print(to_markdown(table))
-    print("Written:", *paths, sep="\n  ")
+    return paths
+
+
+MEASURES = {"loss": measure_loss}  # what an experiment's key `measure` can be
 
 
 def command_line() -> str:
