@@ -91,8 +91,8 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-# Keeps every process group of this process alive. DDP frees its own reference to it with Python's lock held, and if that
-# is the last one, it waits for gloo's thread, which may be waiting for the lock: the process would never end.
+# Keeps every process group of this process alive. DDP frees its own reference to it with Python's lock held, and if
+# that is the last one, it waits for gloo's thread, which may be waiting for the lock: the process would never end.
 _groups: list[dist.ProcessGroup | None] = []
 
 
