@@ -25,7 +25,7 @@ from model.attend.transform import Transform
 
 _ROWS = 128  # of a strip; half of it up to 1024 keys, where the masked triangle weighs more than the calls
 _KEYS = 8192  # of the heads of a strip together, which should stay in the cache; two heads, for two threads, come first
-_TILE_ROWS, _TILE_KEYS = 256, 1024  # where a strip of the forward pass would have more than _ROWS x _KEYS logits
+_TILE_ROWS, _TILE_KEYS = 512, 512  # where a strip of the forward pass would have more than _ROWS x _KEYS logits
 _MASKED = _TILE_ROWS - 1  # entries in front of distance 0: one less than the rows of any strip
 
 
@@ -115,22 +115,27 @@ def _mean_values_by_tile(
     heads: slice,
     workspace: Float[Tensor, " n"],
 ) -> Float[Tensor, "bh R d"]:
-    """Of a strip, tile by tile: highest logit, sum of exp and weighted sum of values so far are carried along."""
-    # The lowest finite number rather than -inf: a tile may hold nothing but masked entries, and -inf - -inf is nan.
-    highest = query.new_full((*query.shape[:2], 1), torch.finfo(query.dtype).min)
-    total, weighted = torch.zeros_like(highest), torch.zeros_like(query)
+    """Of a strip, tile by tile: the means of two sets of keys, weighted by their sums of exp(logits), are that of both.
+
+    The sum comes from the softmax of the tile, its highest weight being exp(highest logit) / sum: torch's softmax is
+    several times faster than its exp.
+    """
+    means, log_sum = torch.zeros_like(query), query.new_full((*query.shape[:2], 1), -math.inf)
     for first in range(0, key.shape[1], _TILE_KEYS):
         tile = slice(first, min(first + _TILE_KEYS, key.shape[1]))
         scores = _strip(workspace, query, tile.stop - first)
         torch.bmm(query, key[:, tile].mT, out=scores)
-        logits = tables.logits_(scores, heads, first)
-        higher = torch.maximum(highest, logits.amax(-1, keepdim=True))
-        weights = logits.sub_(higher).exp_()
-        shrink = highest.sub_(higher).exp_()
-        total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-        weighted.mul_(shrink).baddbmm_(weights, value[:, tile])
-        highest = higher
-    return weighted.div_(total)
+        highest = tables.logits_(scores, heads, first).amax(-1, keepdim=True)
+        weights = torch.softmax(scores, -1, out=scores)
+        log_sum_of_tile = highest - weights.amax(-1, keepdim=True).log_()
+        share = (log_sum_of_tile - log_sum).sigmoid_()
+        if not highest.isfinite().all():  # a row of the tile has nothing but masked entries
+            log_sum_of_tile = log_sum_of_tile.nan_to_num_(nan=-math.inf)
+            weights.nan_to_num_(nan=0.0)
+            share = share.nan_to_num_(nan=0.0)
+        means.lerp_(torch.bmm(weights, value[:, tile]), share)
+        log_sum = torch.logaddexp(log_sum, log_sum_of_tile)
+    return means
 
 
 def _backward(
