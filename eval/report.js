@@ -28,7 +28,8 @@ function swatch(parent, run) {
 
 const number = (value) => value.toLocaleString("en", { maximumSignificantDigits: value >= 1000 ? 7 : 4 });
 const short = (value) => value.toLocaleString("en", { notation: value >= 1e5 ? "compact" : "standard", maximumFractionDigits: 6 });
-const median = (values) => values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)];
+const rising = (values) => [...values].sort((a, b) => a - b);
+const median = (values) => rising(values)[Math.floor(values.length / 2)];
 
 function linearTicks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
@@ -49,10 +50,8 @@ class Chart {
   constructor(figure) {
     Object.assign(this, data.charts[figure.dataset.chart], { figure, whole: false });
     const name = figure.querySelector("figcaption").textContent;
-    const label = make(figure, "label", { class: "whole" });
-    const box = make(label, "input", { type: "checkbox" });
-    label.append(" whole range");
-    box.addEventListener("change", () => { this.whole = box.checked; this.draw(); });
+    this.isLoss = this.y.startsWith("loss");
+    if (this.isLoss) this.offerWhole(figure);
     this.svg = make(figure, "svg", { role: "img", tabindex: 0, height: HEIGHT });
     this.svg.setAttribute("aria-label", `${name}: ${this.y} over ${this.x}. The arrow keys read the values.`);
     this.above = make(figure, "div", { class: "above" });
@@ -64,26 +63,33 @@ class Chart {
     new ResizeObserver(() => this.draw()).observe(figure);
   }
 
+  offerWhole(figure) {
+    const label = make(figure, "label", { class: "whole" });
+    const box = make(label, "input", { type: "checkbox" });
+    label.append(" whole range");
+    box.addEventListener("change", () => { this.whole = box.checked; this.draw(); });
+  }
+
   get visible() { return this.series.filter((one) => shown[one.run]); }
 
   // The y axis ends at what the middle curve does after a fifth of its way, so that a start or an outlier far above
   // doesn't press the others together.
   limits(series) {
-    const all = series.flatMap((one) => one.y);
-    let low = Math.min(...all), high = Math.max(...all);
-    if (this.y.startsWith("loss") && !this.whole) {
+    let low = this.isLoss ? Math.min(...series.map((one) => Math.min(...one.y))) : 0;
+    let high = Math.max(...series.map((one) => Math.max(...one.y)));
+    if (this.isLoss && !this.whole) {
       const early = median(series.map((one) => one.y[Math.floor(one.y.length / 5)]));
       const last = median(series.map((one) => one.y.at(-1)));
       high = Math.min(high, Math.max(early, last, low * 1.02));
-    } else if (!this.y.startsWith("loss")) low = 0;
+    }
     const margin = 0.06 * (high - low) || 0.05 * Math.abs(high) || 1;
-    return [low === 0 ? 0 : low - margin, high + margin];
+    return [this.isLoss ? low - margin : low, high + margin];
   }
 
   scales(series) {
     const width = this.width = Math.max(240, this.figure.clientWidth);
-    const xs = series.flatMap((one) => one.x), place = this.log ? Math.log2 : (x) => x;
-    const from = Math.min(...xs), to = Math.max(...xs), [low, high] = this.limits(series);
+    const place = this.log ? Math.log2 : (x) => x, [low, high] = this.limits(series);
+    const from = Math.min(...series.map((one) => one.x[0])), to = Math.max(...series.map((one) => one.x.at(-1)));
     const padding = this.log ? 0.03 : 0.01, span = place(to) - place(from) || 1;
     const right = width - MARGIN.right, bottom = HEIGHT - MARGIN.bottom, inner = right - MARGIN.left;
     this.px = (x) => MARGIN.left + inner * (padding + (1 - 2 * padding) * (place(x) - place(from)) / span);
@@ -106,10 +112,17 @@ class Chart {
     const curves = make(this.svg, "g", { "clip-path": `url(#clip-${this.id})` });
     for (const one of series) this.curve(curves, one);
     this.marks = make(this.svg, "g");
-    const gone = series.filter((one) => one.y.at(-1) > box.high);
-    const names = gone.slice(0, 6).map((one) => `${data.runs[one.run].name} at ${number(one.y.at(-1))}`);
-    if (gone.length) this.above.textContent = `Ends above: ${names.join(", ")}${gone.length > 6 ? ", …" : ""}`;
+    this.nameGone(series.filter((one) => one.y.at(-1) > box.high));
   }
+
+  nameGone(gone) {
+    const ends = new Map();
+    for (const one of gone) ends.set(data.runs[one.run].group, Math.max(one.y.at(-1), ends.get(data.runs[one.run].group) ?? 0));
+    const names = [...ends].map(([group, y]) => `${group} at ${number(y)}`);
+    if (names.length) this.above.textContent = `Ends above: ${names.join(", ")}`;
+  }
+
+  get places() { return rising(new Set(this.visible.flatMap((one) => one.x))); }
 
   axes({ from, to, low, high, right, bottom }) {
     const axis = make(this.svg, "g", { class: "axis" });
@@ -118,7 +131,7 @@ class Chart {
       make(axis, "text", { x: MARGIN.left - 6, y: this.py(y) + 4, "text-anchor": "end" }, short(y));
     }
     const count = Math.floor(this.width / 75);
-    const marked = [...new Set(this.visible.flatMap((one) => one.x))].sort((a, b) => a - b);
+    const marked = this.places;
     const ticks = !this.log ? linearTicks(from, to, count) : marked.length <= count ? marked : logTicks(from, to, count);
     for (const x of ticks) {
       make(axis, "line", { x1: this.px(x), x2: this.px(x), y1: MARGIN.top, y2: bottom });
@@ -146,10 +159,9 @@ class Chart {
 
   key(event) {
     if (event.key === "Escape") return this.hide();
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], series = this.visible;
-    if (!step || !series.length) return;
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], xs = this.places;
+    if (!step || !xs.length) return;
     event.preventDefault();
-    const xs = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
     const at = this.at === undefined ? (step > 0 ? 0 : xs.length - 1) : xs.findIndex((x) => x >= this.at) + step;
     this.show(this.px(xs[Math.min(Math.max(at, 0), xs.length - 1)]), HEIGHT);
   }
@@ -164,11 +176,12 @@ class Chart {
     this.at = near.reduce((best, one) => Math.abs(this.px(one.x) - left) < Math.abs(this.px(best) - left) ? one.x : best, near[0].x);
     const here = near.filter((one) => Math.abs(this.px(one.x) - this.px(this.at)) < 8).sort((a, b) => a.y - b.y);
     const nearest = here.reduce((best, one) => Math.abs(this.py(one.y) - top) < Math.abs(this.py(best.y) - top) ? one : best);
-    this.mark(here);
+    this.mark(here, nearest);
     this.list(here, nearest);
   }
 
-  mark(here) {
+  mark(here, nearest) {
+    for (const path of this.svg.querySelectorAll(".curve")) path.classList.toggle("near", path.dataset.run === nearest.run.name);
     const x = this.px(this.at), bottom = HEIGHT - MARGIN.bottom;
     this.marks.replaceChildren();
     make(this.marks, "line", { x1: x, x2: x, y1: MARGIN.top, y2: bottom, class: "guide" });
@@ -183,14 +196,15 @@ class Chart {
     this.tip.replaceChildren();
     make(this.tip, "b", {}, `${this.x} ${number(this.at)}`);
     for (const one of here.slice(first, first + LISTED)) {
-      const line = make(this.tip, "div", one === nearest ? { class: "near" } : {});
+      const line = make(this.tip, "div", one === nearest ? { class: "now" } : {});
       swatch(line, one.run);
       make(line, "span", {}, one.run.name);
       make(line, "span", {}, number(one.y));
     }
     if (here.length > LISTED) make(this.tip, "div", {}, `and ${here.length - LISTED} more`);
     this.tip.hidden = false;
-    const x = this.px(this.at), beyond = x + 14 + this.tip.offsetWidth > this.width;
+    const x = this.px(this.at), left = this.figure.getBoundingClientRect().left;
+    const beyond = left + x + 14 + this.tip.offsetWidth > document.documentElement.clientWidth;
     this.tip.style.left = `${beyond ? Math.max(0, x - 14 - this.tip.offsetWidth) : x + 14}px`;
     this.tip.style.top = "28px";
   }
@@ -199,6 +213,7 @@ class Chart {
     this.tip.hidden = true;
     this.at = undefined;
     this.marks?.replaceChildren();
+    this.svg.querySelector(".near")?.classList.remove("near");
   }
 }
 
@@ -211,21 +226,22 @@ function buildChoices(parent) {
   };
   const choice = (parent, text, runs, kind) => {
     const label = make(parent, "label", { class: kind });
-    const box = make(label, "input", { type: "checkbox" });
+    const name = kind === "one" ? data.runs[runs[0]].name : text;
+    const box = make(label, "input", { type: "checkbox", "aria-label": name });
     if (kind === "all") swatch(label, data.runs[runs[0]]);
     make(label, "span", {}, text);
     box.addEventListener("change", () => { runs.forEach((run) => { shown[run] = box.checked; }); update(); });
     boxes.push(() => {
-      box.checked = runs.some((run) => shown[run]);
-      box.indeterminate = box.checked && !runs.every((run) => shown[run]);
+      box.checked = runs.every((run) => shown[run]);
+      box.indeterminate = !box.checked && runs.some((run) => shown[run]);
     });
   };
-  const drawn = new Set(Object.values(data.charts).flatMap((chart) => chart.series.map((one) => one.run)));
-  const groups = Map.groupBy(drawn, (run) => data.runs[run].group);
+  const groups = new Map(), drawn = new Set(charts.flatMap((chart) => chart.series.map((one) => one.run)));
+  for (const run of rising(drawn)) groups.set(data.runs[run].group, [...(groups.get(data.runs[run].group) ?? []), run]);
   for (const [name, runs] of groups) {
     const field = make(parent, "fieldset", { "aria-label": name });
     choice(field, name, runs, "all");
-    if (runs.length > 1) runs.forEach((run) => choice(field, data.runs[run].name, [run], "one"));
+    if (runs.length > 1) runs.forEach((run) => choice(field, data.runs[run].label, [run], "one"));
   }
   for (const [text, value] of [["all", true], ["none", false]]) {
     make(parent, "button", { type: "button" }, text).addEventListener("click", () => { shown.fill(value); update(); });

@@ -234,7 +234,7 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 def differing_settings(runs: Sequence[ReportedRun], but: Sequence[str] = FREE) -> list[str]:
     """The keys of the configs that do not have the same value in all runs, but for some, which don't matter."""
     configured = [run.settings for run in runs if run.settings]
-    keys = dict.fromkeys(key for settings in configured for key in settings)
+    keys = sorted({key for settings in configured for key in settings})
     return [
         key
         for key in keys

@@ -106,7 +106,14 @@ def styles(runs: Sequence[ReportedRun], groups: Mapping[str, Sequence[ReportedRu
         }
         drawn |= {run.name: style for run in group}
     unknown = {"group": "without a config", "color": "#7f7f7f", "dash": "", "width": 1.6}
-    return [{"name": run.name, **drawn.get(run.name, unknown)} for run in runs]
+    told_by_seed = all(
+        len({repr(run.settings.get("seed")) for run in group}) == len(group) for group in groups.values()
+    )
+    labels = [str(run.settings.get("seed")) if told_by_seed else run.name for run in runs]
+    return [
+        {"name": run.name, "label": label, **drawn.get(run.name, unknown)}
+        for run, label in zip(runs, labels, strict=True)
+    ]
 
 
 def charts(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
@@ -116,12 +123,22 @@ def charts(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     averaged = f"Of more than {POINTS} steps, each point is the mean of several."
     sections = [
         ("Validation loss", "", _validation_charts(text, "validation", "Evaluated at")),
-        ("Training loss", averaged, [_metric_chart(text, "training", "train/loss", LOSS)]),
+        (
+            "Training loss",
+            averaged,
+            [_metric_chart(text, "training", "train/loss", LOSS, "Loss of the training batches")],
+        ),
         ("Loss by length", LENGTHS_FROM, [_length_chart(runs)]),
         ("Loss by position", "Mean loss of the positions in a range, by eval.json.", _position_charts(runs)),
         ("Fine-tuning on needles", "Loss of the answers only.", _validation_charts(answers, "answers", "Evaluated at")),
-        ("Throughput", averaged, [_metric_chart(runs, "throughput", "train/tokens_per_second", "tokens per second")]),
-        ("Memory", "", [_metric_chart(runs, "memory", "train/memory_bytes", "peak memory (GB)", scale=1e-9)]),
+        (
+            "Speed and memory",
+            averaged,
+            [
+                _metric_chart(runs, "throughput", "train/tokens_per_second", "tokens per second", "Throughput"),
+                _metric_chart(runs, "memory", "train/memory_bytes", "peak memory (GB)", "Memory", scale=1e-9),
+            ],
+        ),
     ]
     filled = [(title, note, [c for c in found if c["series"]]) for title, note, found in sections]
     return [
@@ -135,13 +152,13 @@ def _validation_charts(runs: Sequence[ReportedRun | None], name: str, title: str
     """One chart a length: validation loss over steps."""
     lengths = sorted({length for run in runs if run for length in run.validation})
     return [
-        _metric_chart(runs, f"{name}-{length}", f"val/loss_{length}", LOSS, title=f"{title} {length:,} tokens")
+        _metric_chart(runs, f"{name}-{length}", f"val/loss_{length}", LOSS, f"{title} {length:,} tokens")
         for length in lengths
     ]
 
 
 def _metric_chart(
-    runs: Sequence[ReportedRun | None], name: str, key: str, y: str, title: str = "", scale: float = 1.0
+    runs: Sequence[ReportedRun | None], name: str, key: str, y: str, title: str, scale: float = 1.0
 ) -> dict[str, Any]:
     """A metric over the training steps."""
     series = []
@@ -158,7 +175,8 @@ def _length_chart(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     for index, run in enumerate(runs):
         losses = {length: cell.value for length, cell in sorted(tables.run_losses(run).items())}
         series += _series(index, list(losses), [loss for loss in losses.values() if loss is not None])
-    return {"id": "length", "title": "", "x": "evaluation length (tokens)", "y": LOSS, "log": True, "series": series}
+    title = "Over evaluation length"
+    return {"id": "length", "title": title, "x": "evaluation length (tokens)", "y": LOSS, "log": True, "series": series}
 
 
 def _position_charts(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:

@@ -1,17 +1,22 @@
 """The tables of a report: cells with what they show, what they are sorted by, and whether they are the best."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
 from eval.report import ReportedRun, differing_settings
 from eval.tables import Row, scheme_name
 
 ABSENT = "–"
+STARTED = re.compile(  # what train.py logs first
+    r"(\S+ \S+) .* \(([\d,]+) parameters\), .*: steps .* on (.+) in (\w+), (\d+) forward passes a step"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Cell:
     @property
     def on_dark(self) -> bool:
         """Whether the text must be white to be read."""
-        return bool(self.background) and sum(bytes.fromhex(self.background[1:])) < 3 * 128
+        red, green, blue = (value**2.2 for value in to_rgb(self.background))
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.18  # where white and black differ from it equally
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,13 @@ def summary(runs: Sequence[ReportedRun]) -> Grid:
     """A row a run: what it is, how far it is, and what was measured of it."""
     losses, accuracies = _lengths(run_losses(run) for run in runs), _lengths(_accuracies(run) for run in runs)
     columns = ["Run", "Scheme", "Seed", "Model", "Trained at", "Steps", "Status"]
-    columns += [f"Loss at {length:,}" for length in losses] + [f"Needles at {length:,}" for length in accuracies]
+    columns += _headings(losses, accuracies)
     columns += ["Tokens/s", "Memory"]
     rows = []
     for run in runs:
         row = [Cell(run.name), Cell(run_scheme(run))]
         row += [setting(run, "seed"), setting(run, "model.name"), setting(run, "train.length")]
-        row += [Cell(f"{run.step:,} of {setting(run, 'train.steps').text}", run.step), Cell(run.status)]
+        row += [Cell(f"{run.step:,} / {setting(run, 'train.steps').text}", run.step), Cell(run.status)]
         row += [run_losses(run).get(length, Cell(ABSENT)) for length in losses]
         row += [_accuracies(run).get(length, Cell(ABSENT)) for length in accuracies]
         row += [_metric(run, "train/tokens_per_second", "median", "{:,.0f}"), _memory(run)]
@@ -81,13 +87,13 @@ def seeds(groups: Mapping[str, Sequence[ReportedRun]]) -> Grid | None:
             for run in finished
         ]
         row = Row(name, values or [[None] * (len(losses) + len(accuracies))])
-        cells = [_with_error(*pair) for pair in zip(row.mean, row.stderr, strict=True)]
+        with np.errstate(invalid="ignore"):  # the error of what diverged is nan
+            cells = [_with_error(*pair) for pair in zip(row.mean, row.stderr, strict=True)]
         counted = f"{len(finished)}" if len(finished) == len(group) else f"{len(finished)} of {len(group)}"
         rows.append([Cell(name), Cell(counted, len(finished)), *cells])
     for index in range(len(losses) + len(accuracies)):
         mark_best(rows, 2 + index, min if index < len(losses) else max)
-    columns = ["Setting", "Seeds", *(f"Loss at {length:,}" for length in losses)]
-    columns += [f"Needles at {length:,}" for length in accuracies]
+    columns = ["Setting", "Seeds", *_headings(losses, accuracies)]
     return Grid("Mean ± standard error over the finished seeds of each setting.", columns, rows)
 
 
@@ -108,7 +114,7 @@ def losses_by_length(runs: Sequence[ReportedRun]) -> Grid | None:
         rows.append(row + [_loss(evaluation.loss[n].mean) if n in evaluation.loss else Cell(ABSENT) for n in lengths])
     for index in range(len(lengths)):
         mark_best(rows, 3 + index, min)
-    columns = ["Run", "Step", "Tokens", *(f"Loss at {length:,}" for length in lengths)]
+    columns = ["Run", "Step", "Tokens", *_headings(lengths, [])]
     return Grid("Loss in nats per token that scripts/evaluate.py measured.", columns, rows)
 
 
@@ -135,14 +141,25 @@ def differences(runs: Sequence[ReportedRun]) -> Grid | None:
 
 
 def environments(runs: Sequence[ReportedRun]) -> Grid:
-    """What log.txt says of where a run ran and how it went, and which checkpoints there are."""
+    """What log.txt says of where a run ran last and how it went, and which checkpoints there are."""
     rows = []
     for run in runs:
-        started = [line for line in run.log if "tokens a sequence: steps" in line]
+        starts = [found for line in run.log if (found := STARTED.match(line))]
+        last = list(starts[-1].groups()) if starts else [ABSENT] * STARTED.groups
         checkpoints = ", ".join(f"{step:,}" for step in run.checkpoints) or ABSENT
-        row = [started[-1] if started else ABSENT, run.log[-1] if run.log else ABSENT, checkpoints]
-        rows.append([Cell(run.name), *map(Cell, row)])
-    return Grid("The log's words.", ["Run", "Last start", "Last line", "Checkpoints"], rows)
+        row = [Cell(run.name), *map(Cell, last), number(len(starts)), Cell(run.log[-1] if run.log else ABSENT)]
+        rows.append([*row, Cell(checkpoints)])
+    columns = [
+        "Run",
+        "Started",
+        "Parameters",
+        "Devices",
+        "Precision",
+        "Passes a step",
+        "Starts",
+        "Last line of log.txt",
+    ]
+    return Grid("Of the last start of each run, from log.txt.", [*columns, "Checkpoints at step"], rows)
 
 
 def run_scheme(run: ReportedRun) -> str:
@@ -191,6 +208,12 @@ def mark_best(rows: list[list[Cell]], index: int, best: Callable[[Iterable[float
     for row in rows:
         if any(row[index] is cell for cell in finite) and f"{row[index].value:.3f}" == shown:
             row[index] = replace(row[index], best=True)
+
+
+def _headings(losses: Iterable[int], accuracies: Iterable[int]) -> list[str]:
+    """Of the columns by length; broken before the length, if anywhere."""
+    named = [("Loss", losses), ("Needles", accuracies)]
+    return [f"{name}\N{NO-BREAK SPACE}at {length:,}" for name, lengths in named for length in lengths]
 
 
 def _lengths(measured: Iterable[Mapping[int, Any]]) -> list[int]:

@@ -30,12 +30,12 @@ def main(config: Any) -> None:
         "commit": commit() or "unknown",
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
-    title = config.title or f"{len(runs)} training run{'s' * (len(runs) != 1)}"
-    write_page(out, render(runs, title, made_by))
+    count = f"{len(runs)} training run{'s' * (len(runs) != 1)}"
+    write_page(out, render(runs, config.title or count, made_by))
     for run in runs:
         for problem in run.broken:
             print(f"broken: {run.run_dir}/{problem}", file=sys.stderr)
-    print(f"{len(runs)} runs, {out.stat().st_size / 1e6:.2f} MB: written to {out}")
+    print(f"{count}, {out.stat().st_size / 1e6:.2f} MB: written to {out}")
 
 
 if __name__ == "__main__":
