@@ -78,7 +78,7 @@ class Chart {
     let low = this.isLoss ? Math.min(...series.map((one) => Math.min(...one.y))) : 0;
     let high = Math.max(...series.map((one) => Math.max(...one.y)));
     if (this.isLoss && !this.whole) {
-      const early = median(series.map((one) => one.y[Math.floor(one.y.length / 5)]));
+      const early = median(series.map((one) => one.y[Math.min(Math.max(1, Math.floor(one.y.length / 5)), one.y.length - 1)]));
       const last = median(series.map((one) => one.y.at(-1)));
       high = Math.min(high, Math.max(early, last, low * 1.02));
     }
