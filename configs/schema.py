@@ -303,6 +303,14 @@ class BenchTrainConfig:
     out: str = MISSING
 
 
+@dataclass
+class ReportConfig:
+    run_dirs: list[str] = MISSING
+    out: str = MISSING
+    title: str | None = None
+    pictures: bool = MISSING
+
+
 SCHEMAS: dict[str, type] = {
     "sweep": SweepConfig,
     "reproduce": ReproduceConfig,
@@ -316,6 +324,7 @@ SCHEMAS: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
     "needle": NeedleConfig,
+    "report": ReportConfig,
     "show_position": ShowPositionConfig,
 }
 

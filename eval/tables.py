@@ -80,12 +80,16 @@ class Table:
 
 def row_name(run: Run) -> str:
     """The name of a run's row as people write it: `Scale-invariant p-RoPE`, then the other axes as `tau = 1`."""
-    table1 = _published_tables()["table1_val_loss_162m_train4k"]["rows"]
-    schemes = {scheme: row["name"] for scheme, row in table1.items()} | NAMES_BEYOND_TABLE_1
     parts = []
     for key, value in run.axes.items():
-        parts.append(schemes.get(value, str(value)) if key == "position" else f"{key.rsplit('.', 1)[-1]} = {value}")
+        parts.append(scheme_name(str(value)) if key == "position" else f"{key.rsplit('.', 1)[-1]} = {value}")
     return ", ".join(parts)
+
+
+def scheme_name(scheme: str) -> str:
+    """The name of a position scheme as people write it; its id where it is none of ours."""
+    table1 = _published_tables()["table1_val_loss_162m_train4k"]["rows"]
+    return ({known: row["name"] for known, row in table1.items()} | NAMES_BEYOND_TABLE_1).get(scheme, scheme)
 
 
 def history(runs: Iterable[Run]) -> pd.DataFrame:
