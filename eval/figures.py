@@ -108,13 +108,13 @@ def loss_by_position(losses: pd.DataFrame, table: Table) -> Figure:
 
 
 def position_curves(by_position: Mapping[int, PositionLoss], train_length: int, title: str) -> Figure:
-    """Of one run: loss over the tokens of context, one curve an evaluation length, the longest drawn last."""
+    """Of one run: loss over the tokens of context, one curve an evaluation length."""
     figure, (axes,) = _panels(1)
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(by_position)))
     for shade, (length, of_length) in zip(shades, sorted(by_position.items()), strict=True):
         context = _context(np.array(of_length.edges[:-1]), np.array(of_length.edges[1:]))
-        axes.plot(context, of_length.mean, label=f"evaluated at {length:,} tokens", color=shade, marker="o", ms=5)
-    axes.set_title(title, fontsize=FONT_SIZE)
+        axes.plot(context, of_length.mean, label=f"{length:,} tokens", color=shade, marker="o", ms=5)
+    axes.set_title(f"{title}, by evaluation length", fontsize=FONT_SIZE)
     _context_axis(axes, max(by_position), [train_length])
     axes.set_ylabel("validation loss (nats per token)", fontsize=FONT_SIZE)
     _legend(figure, axes)
