@@ -123,6 +123,7 @@ class EvaluateConfig:
     data_dir: str | None = None
     step: int | str | None = None
     micro_batch_tokens: int = MISSING
+    plot: bool = MISSING
     device: str = MISSING
     precision: str = MISSING
 
