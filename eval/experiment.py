@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from eval.runs import load_config, run_status
 
-KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in", "measure"}
-SCALE_KEYS = {"arguments", "prepare", "published"}
+KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in", "measure", "fast_needle"}
+SCALE_KEYS = {"arguments", "prepare", "published", "needle", "prepare_needle"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Experiment:
     """A named set of runs. `shared` are the arguments of all runs.
 
     `folder` is its place below results/, `runs_in` that of its runs below runs/: experiments may have runs in common.
-    `measure` says what is measured of a trained run.
+    `measure` says what is measured of a trained run, `needle` are the arguments of scripts/needle.py for that.
     """
 
     name: str
@@ -36,6 +36,8 @@ class Experiment:
     prepare: tuple[str, ...] = ()
     published: str | None = None
     measure: str = "loss"
+    needle: tuple[str, ...] = ()
+    prepare_needle: tuple[str, ...] = ()
 
     @property
     def results(self) -> Path:
@@ -124,6 +126,8 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         prepare=tuple(scale.get("prepare") or ()),
         published=scale.get("published"),
         measure=description.get("measure", "loss"),
+        needle=(*(scale.get("needle") or ()), *((description.get("fast_needle") or ()) if config["fast"] else ())),
+        prepare_needle=tuple(scale.get("prepare_needle") or ()),
     )
 
 
@@ -134,7 +138,8 @@ def _chosen_scale(scales: Mapping[str, Any], wanted: str | None, label: str) -> 
         raise ValueError(f"scale={name} is not defined for {label}; choose one of: {', '.join(scales)}")
     if "arguments" not in scales[name] or (set(scales[name]) - SCALE_KEYS):
         raise ValueError(
-            f"{label}: experiment.scales.{name}={scales[name]} must have arguments, and may have prepare and published"
+            f"{label}: experiment.scales.{name}={scales[name]} must have arguments, and may have "
+            f"{', '.join(sorted(SCALE_KEYS - {'arguments'}))}"
         )
     return name, scales[name]
 

@@ -1,4 +1,4 @@
-"""Tables of final validation losses: one row a scheme, one column an evaluation length, mean and standard error.
+"""Tables of what runs measured: one row a scheme, one column an evaluation length, mean and standard error.
 
 A run that did not finish is shown as missing, never dropped, and a published figure stands beside ours where the
 experiment names its source in `published.json`.
@@ -7,7 +7,7 @@ experiment names its source in `published.json`.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ Numbers = list[float | None]
 
 @dataclass(frozen=True)
 class Row:
-    """Losses of one scheme in nats per token. `seeds` is per seed, per column; None where a run did not finish."""
+    """What one scheme measured. `seeds` is per seed, per column; None where a run did not finish."""
 
     name: str
     seeds: list[Numbers]
@@ -61,6 +61,18 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What the numbers of a table are: `caption` says it in a sentence, `column` is short for it, `best` min or max."""
+
+    column: str
+    caption: str
+    best: Callable[..., float]
+
+
+LOSS = Measure("val", "Validation loss in nats per token, by evaluation length in tokens.", min)
+
+
+@dataclass(frozen=True)
 class Table:
     """What an experiment found. `lengths` are the columns, in tokens; `setting`, `command`, `commit` say how."""
 
@@ -72,10 +84,11 @@ class Table:
     setting: str
     command: str
     commit: str | None
+    measure: Measure = LOSS
 
     @property
     def columns(self) -> list[str]:
-        return [f"val@{length}" for length in self.lengths]
+        return [f"{self.measure.column}@{length}" for length in self.lengths]
 
 
 def row_name(run: Run) -> str:
@@ -105,10 +118,23 @@ def history(runs: Iterable[Run]) -> pd.DataFrame:
 def collect(experiment: Experiment, runs: Sequence[Run], command: str, commit: str | None = None) -> Table:
     """The table of an experiment from its run folders: the validation after the last step of every finished run."""
     lengths = sorted({length for run in runs for length in run.lengths})
+    return tabulate(experiment, runs, lengths, _final_losses, LOSS, command, commit)
+
+
+def tabulate(
+    experiment: Experiment,
+    runs: Sequence[Run],
+    lengths: list[int],
+    read: Callable[[Run, Sequence[int]], Numbers],
+    measure: Measure,
+    command: str,
+    commit: str | None,
+) -> Table:
+    """The table of what `read` gives for each run at the lengths, None where there is nothing."""
     rows: dict[str, Row] = {}
     for run in runs:
         row = rows.setdefault(run.row, Row(row_name(run), [], _published(experiment.published, run, lengths)))
-        row.seeds.append(_final_losses(run, lengths))
+        row.seeds.append(read(run, lengths))
     return Table(
         experiment=experiment.name,
         title=experiment.title,
@@ -118,6 +144,7 @@ def collect(experiment: Experiment, runs: Sequence[Run], command: str, commit: s
         setting=_setting(experiment, runs),
         command=command,
         commit=commit,
+        measure=measure,
     )
 
 
@@ -135,7 +162,7 @@ def to_markdown(table: Table) -> str:
         [
             f"# {table.title}",
             "",
-            "Validation loss in nats per token, by evaluation length in tokens.",
+            table.measure.caption,
             "",
             *(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)),
             "",
@@ -179,14 +206,15 @@ def _grid(table: Table, bold: str, error: str) -> list[list[str]]:
     with_published = any(row.published for row in table.rows.values())
     beside = table.columns if with_published else []
     header = ["", *table.columns, *(f"published {column} (ours minus it)" for column in beside)]
-    best = [_lowest(values) for values in zip(*(row.mean for row in table.rows.values()), strict=True)]
+    columns = zip(*(row.mean for row in table.rows.values()), strict=True)
+    bests = [_best(values, table.measure.best) for values in columns]
     grid = [header]
     for row in table.rows.values():
         partly = f" ({row.finished} of {len(row.seeds)} seeds)" if 0 < row.finished < len(row.seeds) else ""
         cells = [row.name + partly]
-        for mean, stderr, lowest in zip(row.mean, row.stderr, best, strict=True):
+        for mean, stderr, best in zip(row.mean, row.stderr, bests, strict=True):
             cell = _cell(mean, stderr, error)
-            cells.append(bold.format(cell) if cell.split()[0] == lowest else cell)
+            cells.append(bold.format(cell) if cell.split()[0] == best else cell)
         if row.published:
             published = zip(row.published["mean"], row.published["stderr"], row.mean, strict=True)
             cells += [_beside(mean, stderr, ours, error) for mean, stderr, ours in published]
@@ -208,9 +236,9 @@ def _cell(mean: float | None, stderr: float | None, error: str, absent: str = "m
     return f"{mean:.3f}" if stderr is None else error.format(f"{mean:.3f}", f"{stderr:.3f}")
 
 
-def _lowest(values: Iterable[float | None]) -> str:
-    """The lowest value as it is shown, so that all that look best are marked."""
-    return f"{min((v for v in values if v is not None and math.isfinite(v)), default=math.nan):.3f}"
+def _best(values: Iterable[float | None], best: Callable[..., float]) -> str:
+    """The best value as it is shown, so that all that look best are marked."""
+    return f"{best((v for v in values if v is not None and math.isfinite(v)), default=math.nan):.3f}"
 
 
 def _final_losses(run: Run, lengths: Sequence[int]) -> Numbers:
