@@ -117,6 +117,20 @@ def test_interrupted_it_goes_on_to_the_same_weights(folder: Path, monkeypatch: p
         assert torch.equal(a, b)
 
 
+def test_the_first_steps_can_take_shorter_samples(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    shapes, original = [], train.train_step
+
+    def recorded(state, forward, tokens, *rest):
+        shapes.append(tuple(tokens.shape))
+        return original(state, forward, tokens, *rest)
+
+    monkeypatch.setattr(train, "train_step", recorded)
+    shorter = ("needle.needles=1", "train.length=200", "train.first_length=100", "train.first_fraction=0.5")
+    assert run(needle.main, words(folder, *shorter, f"out_dir={folder / 'shorter'}")) == 0
+    assert shapes == [(8, 100), (8, 100), (4, 200), (4, 200)]
+    assert load_config(folder / "shorter").needle.first_length == 100
+
+
 def test_without_fine_tuning_the_run_itself_is_tested(folder: Path, tmp_path: Path):
     write_tiny_data(tmp_path / "data")
     assert run(train.main, tiny_words(tmp_path, "train.steps=4")) == 0
