@@ -158,7 +158,7 @@ def train(config: Any, state: TrainState, batches: Batches, measure: Measure, pr
             metrics.start()
             factor = learning_rate_factor(state.step, steps, **config.schedule)
             tokens, targets = batches.batch(state.step)
-            micro_rows = micro_batch_rows(*tokens.shape, at_once)
+            micro_rows = micro_batch_rows(len(tokens), tokens.shape[1], at_once)
             result = train_step(state, forward, tokens, targets, micro_rows, factor, process)
             log.metrics(metrics.measure(state, result, factor))
             step_done()
