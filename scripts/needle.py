@@ -8,6 +8,7 @@ sample with its answer) into the tested run's directory, and a copy of needle.js
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +102,10 @@ def finetune(config: Any, parent: Any, pretrained: GPT, haystacks: Haystacks, pr
 
         return batches, measure
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     train.run(child, process, open_data, lambda model: model.load_state_dict(pretrained.state_dict()))
+    for number, handler in handlers.items():  # training ends by itself after a signal; testing is to end at once
+        signal.signal(number, handler)
     return Path(child.run_dir)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,17 @@ def test_the_first_steps_can_take_shorter_samples(folder: Path, monkeypatch: pyt
     assert run(needle.main, words(folder, *shorter, f"out_dir={folder / 'shorter'}")) == 0
     assert shapes == [(8, 100), (8, 100), (4, 200), (4, 200)]
     assert load_config(folder / "shorter").needle.first_length == 100
+
+
+def test_a_signal_ends_the_test_that_follows_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def in_place_of_the_test(*_arguments, **_keys):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        sys.exit()
+
+    handlers: list[Any] = []
+    monkeypatch.setattr(needle, "find_needles", in_place_of_the_test)
+    assert run(needle.main, words(folder, "train.steps=1", f"out_dir={folder / 'signal'}")) == 0
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
 
 
 def test_without_fine_tuning_the_run_itself_is_tested(folder: Path, tmp_path: Path):
