@@ -123,12 +123,12 @@ def open_data(config: Any, process: Process) -> tuple[TrainBatches, Measure]:
 def train(config: Any, state: TrainState, batches: Batches, measure: Measure, process: Process, log: RunLog) -> None:
     """Steps until config.train.steps, with validation and checkpoints on the way."""
     run_dir, steps = Path(config.run_dir), config.train.steps
-    micro_rows = micro_batch_rows(batches.rows_per_rank, batches.length, config.train.micro_batch_tokens)
+    rows, at_once = batches.rows_per_rank, config.train.micro_batch_tokens
     forward = wrap(state.model, process)
     if config.compile == "True" or (config.compile == "auto" and process.device.type == "cuda"):
         for block in state.model.blocks:  # by block: one compilation serves all layers
             block.compile()
-    log.info(describe(config, state, batches.rows_per_rank // micro_rows, process))
+    log.info(describe(config, state, rows // micro_batch_rows(rows, batches.length, at_once), process))
     metrics = StepMetrics(config, state, process)
     stop = StopSignal()
 
@@ -158,6 +158,7 @@ def train(config: Any, state: TrainState, batches: Batches, measure: Measure, pr
             metrics.start()
             factor = learning_rate_factor(state.step, steps, **config.schedule)
             tokens, targets = batches.batch(state.step)
+            micro_rows = micro_batch_rows(len(tokens), tokens.shape[1], at_once)
             result = train_step(state, forward, tokens, targets, micro_rows, factor, process)
             log.metrics(metrics.measure(state, result, factor))
             step_done()

@@ -159,6 +159,8 @@ class Needle:
 @dataclass
 class NeedleTrain:
     length: int | None = None
+    first_length: int | None = None
+    first_fraction: float = MISSING
     rows: int = MISSING
     steps: int = MISSING
     warmup_fraction: float = MISSING

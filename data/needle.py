@@ -176,13 +176,32 @@ class NeedleSamples:
 class NeedleBatches:
     """The samples of a fine-tuning run that one process of `world_size` computes; only the answer counts in the loss.
 
-    Row r of step s is sample s * rows_per_step + r of the training split, so it depends neither on the number of
+    The first `first_steps` steps take shorter samples of `first_length`, as many more as there are tokens in a step:
+    what a small model has to learn first, to copy, shows in them in more answers a second and with less in between.
+
+    Row r of a step of n rows is sample n * step + r of the training split, so it depends neither on the number of
     processes nor on where a run was interrupted. Raises ValueError for rows that do not divide and lengths that do not
     fit.
     """
 
-    def __init__(self, samples: NeedleSamples, length: int, rows_per_step: int, rank: int = 0, world_size: int = 1):
-        samples.check(length)
+    def __init__(
+        self,
+        samples: NeedleSamples,
+        length: int,
+        rows_per_step: int,
+        rank: int = 0,
+        world_size: int = 1,
+        first_length: int | None = None,
+        first_steps: int = 0,
+    ):
+        first_length = first_length or length
+        if length % first_length:
+            raise ValueError(
+                f"train.first_length={first_length} must divide train.length={length}, so that every step has as many "
+                "tokens"
+            )
+        for size in (first_length, length):
+            samples.check(size)
         if rows_per_step < 1 or rows_per_step % world_size:
             raise ValueError(
                 f"{world_size} processes cannot share the train.rows={rows_per_step} of a step; start a number that "
@@ -190,12 +209,15 @@ class NeedleBatches:
             )
         self.samples, self.length = samples, length
         self.rows_per_step, self.rows_per_rank = rows_per_step, rows_per_step // world_size
-        self.rank = rank
+        self.rank, self.world_size = rank, world_size
+        self.first_length, self.first_steps = first_length, first_steps
 
     def batch(self, step: int) -> Rows:
-        """This process's tokens and targets of a step, each (rows_per_rank, length)."""
-        first = step * self.rows_per_step + self.rank * self.rows_per_rank
-        return training_rows([self.samples.sample(first + row, self.length) for row in range(self.rows_per_rank)])
+        """This process's tokens and targets of a step, each (rows, length), `rows_per_rank` times `length` tokens."""
+        length = self.first_length if step < self.first_steps else self.length
+        rows = self.rows_per_rank * (self.length // length)
+        first = (step * self.world_size + self.rank) * rows
+        return training_rows([self.samples.sample(first + row, length) for row in range(rows)])
 
 
 def training_rows(samples: Sequence[Sample]) -> Rows:

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from eval.runs import load_config, run_status
 
-KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in", "measure", "reference"}
-SCALE_KEYS = {"arguments", "prepare", "published"}
+KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in"}
+KEYS |= {"measure", "measure_with", "fast_needle", "reference"}
+SCALE_KEYS = {"arguments", "prepare", "published", "needle", "prepare_needle"}
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,9 @@ class Experiment:
     """A named set of runs. `shared` are the arguments of all runs.
 
     `folder` is its place below results/, `runs_in` that of its runs below runs/: experiments may have runs in common.
-    `measure` says what is measured of a trained run, `reference` the row that the others are compared with. `kept_in`
-    is where what was measured of its runs is kept, None for a trial (a run that is fast or has a name).
+    `measure` says what is measured of a trained run (`needle` are the arguments of scripts/needle.py for that),
+    `reference` the row that the others are compared with. `kept_in` is where what was measured of its runs is kept,
+    None for a trial (a run that is fast or has a name).
     """
 
     name: str
@@ -37,6 +39,8 @@ class Experiment:
     prepare: tuple[str, ...] = ()
     published: str | None = None
     measure: str = "loss"
+    needle: tuple[str, ...] = ()
+    prepare_needle: tuple[str, ...] = ()
     reference: str | None = None
     kept_in: Path | None = None
 
@@ -140,6 +144,8 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         measure=description.get("measure", "loss"),
         reference=description.get("reference"),
         kept_in=None if config["name"] or config["fast"] else Path("results", below, "runs", runs_in),
+        needle=(*(scale.get("needle") or ()), *((description.get("fast_needle") or ()) if config["fast"] else ())),
+        prepare_needle=tuple(scale.get("prepare_needle") or ()),
     )
 
 
@@ -150,7 +156,8 @@ def _chosen_scale(scales: Mapping[str, Any], wanted: str | None, label: str) -> 
         raise ValueError(f"scale={name} is not defined for {label}; choose one of: {', '.join(scales)}")
     if "arguments" not in scales[name] or (set(scales[name]) - SCALE_KEYS):
         raise ValueError(
-            f"{label}: experiment.scales.{name}={scales[name]} must have arguments, and may have prepare and published"
+            f"{label}: experiment.scales.{name}={scales[name]} must have arguments, and may have "
+            f"{', '.join(sorted(SCALE_KEYS - {'arguments'}))}"
         )
     return name, scales[name]
 

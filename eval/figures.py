@@ -65,6 +65,11 @@ def loss_curves(history: pd.DataFrame, table: Table) -> Figure:
 
 def loss_by_length(table: Table) -> Figure:
     """Final validation loss over evaluation length (log2), one line a scheme, error bars of one standard error."""
+    return by_length(table, "validation loss (nats per token)")[0]
+
+
+def by_length(table: Table, label: str) -> tuple[Figure, Axes]:
+    """What a table holds over evaluation length, under a label; the figure and its one panel."""
     figure, (axes,) = _panels(1)
     for row_id, style in _styles(table).items():
         row = table.rows[row_id]
@@ -78,9 +83,9 @@ def loss_by_length(table: Table) -> Figure:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" + _if_trained(table, round(x))))
     axes.set_xlabel("evaluation length (tokens)", fontsize=FONT_SIZE)
-    axes.set_ylabel("validation loss (nats per token)", fontsize=FONT_SIZE)
+    axes.set_ylabel(label, fontsize=FONT_SIZE)
     _legend(figure, axes)
-    return figure
+    return figure, axes
 
 
 def loss_by_position(losses: pd.DataFrame, table: Table) -> Figure:

@@ -45,10 +45,10 @@ class Failure:
         return f"{self.run.id} failed with exit code {self.returncode}; the end of {log}:\n{self.tail}"
 
 
-def torchrun(processes: int) -> Callable[[Run], list[str]]:
-    """The command of a run: train.py under torchrun with so many processes on this machine."""
+def torchrun(processes: int, script: str = "train.py") -> Callable[[Run], list[str]]:
+    """The command of a run: the script under torchrun with so many processes on this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return lambda run: [*launcher, "train.py", *run.overrides]
+    return lambda run: [*launcher, script, *run.overrides]
 
 
 def make_slots(

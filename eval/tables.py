@@ -1,4 +1,4 @@
-"""Tables of final validation losses: one row a scheme, one column an evaluation length, mean and standard error.
+"""Tables of what runs measured: one row a scheme, one column an evaluation length, mean and standard error.
 
 A run that did not finish is shown as missing, never dropped, and a published figure stands beside ours where the
 experiment names its source in `published.json`. A second table compares each scheme with one of them, seed by seed:
@@ -8,7 +8,7 @@ what the seeds have in common (the initial values) cancels in the differences, s
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ Numbers = list[float | None]
 
 @dataclass(frozen=True)
 class Row:
-    """Losses of one scheme in nats per token. `seeds` is per seed, per column; None where a run did not finish."""
+    """What one scheme measured. `seeds` is per seed, per column; None where a run did not finish."""
 
     name: str
     seeds: list[Numbers]
@@ -71,6 +71,19 @@ class Paired:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What the numbers of a table are: `caption` says it in a sentence, `column` is short for it, `best` min or max."""
+
+    name: str
+    column: str
+    caption: str
+    best: Callable[..., float]
+
+
+LOSS = Measure("Loss", "val", "Validation loss in nats per token, by evaluation length in tokens.", min)
+
+
+@dataclass(frozen=True)
 class Table:
     """What an experiment found. `lengths` are the columns, in tokens; `setting`, `command`, `commit` say how.
 
@@ -85,11 +98,12 @@ class Table:
     setting: str
     command: str
     commit: str | None
+    measure: Measure = LOSS
     reference: str | None = None
 
     @property
     def columns(self) -> list[str]:
-        return [f"val@{length}" for length in self.lengths]
+        return [f"{self.measure.column}@{length}" for length in self.lengths]
 
     @property
     def paired(self) -> dict[str, Paired]:
@@ -145,10 +159,23 @@ def collect(experiment: Experiment, runs: Sequence[Run], command: str, commit: s
     Raises ValueError when the experiment's reference is none of its rows.
     """
     lengths = sorted({length for run in runs for length in run.lengths})
+    return tabulate(experiment, runs, lengths, _final_losses, LOSS, command, commit)
+
+
+def tabulate(
+    experiment: Experiment,
+    runs: Sequence[Run],
+    lengths: list[int],
+    read: Callable[[Run, Sequence[int]], Numbers],
+    measure: Measure,
+    command: str,
+    commit: str | None,
+) -> Table:
+    """The table of what `read` gives for each run at the lengths, None where there is nothing."""
     rows: dict[str, Row] = {}
     for run in runs:
         row = rows.setdefault(run.row, Row(row_name(run), [], _published(experiment.published, run, lengths)))
-        row.seeds.append(_final_losses(run, lengths))
+        row.seeds.append(read(run, lengths))
     return Table(
         experiment=experiment.name,
         title=experiment.title,
@@ -158,7 +185,8 @@ def collect(experiment: Experiment, runs: Sequence[Run], command: str, commit: s
         setting=_setting(experiment, runs),
         command=command,
         commit=commit,
-        reference=_reference(experiment, rows),
+        measure=measure,
+        reference=_reference(experiment, rows, measure),
     )
 
 
@@ -175,7 +203,7 @@ def to_markdown(table: Table) -> str:
         [
             f"# {table.title}",
             "",
-            "Validation loss in nats per token, by evaluation length in tokens.",
+            table.measure.caption,
             "",
             *_markdown_rows(_grid(table, bold="**{}**", error="{} ± {}")),
             "",
@@ -237,14 +265,15 @@ def _grid(table: Table, bold: str, error: str) -> list[list[str]]:
     with_published = any(row.published for row in table.rows.values())
     beside = table.columns if with_published else []
     header = ["", *table.columns, *(f"published {column} (ours minus it)" for column in beside)]
-    best = [_lowest(values) for values in zip(*(row.mean for row in table.rows.values()), strict=True)]
+    columns = zip(*(row.mean for row in table.rows.values()), strict=True)
+    bests = [_best(values, table.measure.best) for values in columns]
     grid = [header]
     for row in table.rows.values():
         partly = f" ({row.finished} of {len(row.seeds)} seeds)" if 0 < row.finished < len(row.seeds) else ""
         cells = [row.name + partly]
-        for mean, stderr, lowest in zip(row.mean, row.stderr, best, strict=True):
+        for mean, stderr, best in zip(row.mean, row.stderr, bests, strict=True):
             cell = _cell(mean, stderr, error)
-            cells.append(bold.format(cell) if cell.split()[0] == lowest else cell)
+            cells.append(bold.format(cell) if cell.split()[0] == best else cell)
         if row.published:
             published = zip(row.published["mean"], row.published["stderr"], row.mean, strict=True)
             cells += [_beside(mean, stderr, ours, error) for mean, stderr, ours in published]
@@ -268,7 +297,7 @@ def _paired_markdown(table: Table) -> list[str]:
         partly = f" ({max(paired.seeds)} of {len(table.rows[row_id].seeds)} seeds)" if fewer else ""
         cells = (_cell(*cell, "{} ± {}", number="{:+.3f}") for cell in zip(paired.mean, paired.stderr, strict=True))
         grid.append([table.rows[row_id].name + partly, *cells])
-    of_what = f"Loss minus that of {table.rows[table.reference].name} with the same seed"
+    of_what = f"{table.measure.name} minus that of {table.rows[table.reference].name} with the same seed"
     errors = any(error is not None for paired in table.paired.values() for error in paired.stderr)
     return [f"{of_what}{', mean ± standard error' if errors else ''}.", "", *_markdown_rows(grid), ""]
 
@@ -287,9 +316,9 @@ def _cell(mean: float | None, stderr: float | None, error: str, absent: str = "m
     return number.format(mean) if stderr is None else error.format(number.format(mean), f"{stderr:.3f}")
 
 
-def _lowest(values: Iterable[float | None]) -> str:
-    """The lowest value as it is shown, so that all that look best are marked."""
-    return f"{min((v for v in values if v is not None and math.isfinite(v)), default=math.nan):.3f}"
+def _best(values: Iterable[float | None], best: Callable[..., float]) -> str:
+    """The best value as it is shown, so that all that look best are marked."""
+    return f"{best((v for v in values if v is not None and math.isfinite(v)), default=math.nan):.3f}"
 
 
 def _final_losses(run: Run, lengths: Sequence[int]) -> Numbers:
@@ -306,7 +335,7 @@ def _final_losses(run: Run, lengths: Sequence[int]) -> Numbers:
     return [float(last[f"val/loss_{length}"]) if length in run.lengths else None for length in lengths]
 
 
-def _reference(experiment: Experiment, rows: Mapping[str, Row]) -> str:
+def _reference(experiment: Experiment, rows: Mapping[str, Row], measure: Measure) -> str:
     """The experiment's own, else scale-invariant p-RoPE, else the best at the longest length."""
     if experiment.reference is not None and experiment.reference not in rows:
         raise ValueError(
@@ -317,7 +346,7 @@ def _reference(experiment: Experiment, rows: Mapping[str, Row]) -> str:
     longest = {
         row_id: mean for row_id, row in rows.items() if (mean := row.mean[-1]) is not None and math.isfinite(mean)
     }
-    return chosen or min(longest or rows, key=lambda row_id: longest.get(row_id, 0.0))
+    return chosen or measure.best(longest or rows, key=lambda row_id: longest.get(row_id, 0.0))
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -8,6 +8,7 @@ sample with its answer) into the tested run's directory, and a copy of needle.js
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,10 @@ def main(config: Any) -> None:
         value = OmegaConf.select(config, key)
         if (min(value, default=0) if key == "lengths" else value) < 1:
             raise ValueError(f"{key}={value} must be at least 1")
+    if not 0 <= (fraction := config.train.first_fraction) <= 1:
+        raise ValueError(f"train.first_fraction={fraction} must lie in [0, 1]")
+    if (first_length := config.train.first_length) is not None and first_length < 1:
+        raise ValueError(f"train.first_length={first_length} must be at least 1, or null for train.length")
     with start_process(config.device, config.precision) as process:
         tokenizer = run_tokenizer(parent, config.tokenizer)
         haystacks = Haystacks(config, parent, tokenizer)
@@ -83,9 +88,11 @@ def finetune(config: Any, parent: Any, pretrained: GPT, haystacks: Haystacks, pr
     child = finetune_config(config, parent, haystacks.folder)
     check(child)
     length, rows = child.needle.length, config.train.rows
+    first_length, first_steps = config.train.first_length, round(config.train.first_fraction * config.train.steps)
 
     def open_data(child: Any, process: Process) -> tuple[train.Batches, train.Measure]:
-        batches = NeedleBatches(haystacks.samples("train"), length, rows, process.rank, process.world_size)
+        made = haystacks.samples("train")
+        batches = NeedleBatches(made, length, rows, process.rank, process.world_size, first_length, first_steps)
         held_out = haystacks.samples("val")
         held_out.check(length)
 
@@ -95,7 +102,10 @@ def finetune(config: Any, parent: Any, pretrained: GPT, haystacks: Haystacks, pr
 
         return batches, measure
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     train.run(child, process, open_data, lambda model: model.load_state_dict(pretrained.state_dict()))
+    for number, handler in handlers.items():  # training ends by itself after a signal; testing is to end at once
+        signal.signal(number, handler)
     return Path(child.run_dir)
 
 
@@ -103,7 +113,7 @@ def finetune_config(config: Any, parent: Any, data_dir: str) -> Any:
     """The config of the fine-tuning run: the parent's, but for what is trained, where and for how long."""
     folder = Path(config.run_dir)
     length = config.train.length or parent.train.length
-    keys = ("rows", "validation_samples")
+    keys = ("rows", "validation_samples", "first_length", "first_fraction")
     needle = {**config.needle, **{key: config.train[key] for key in keys}, "length": length, "seed": config.seed}
     step = checkpoint_step(find_checkpoint(folder, config.step))
     changed = {

@@ -15,12 +15,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
 
-from configs.command import command
+from configs.command import command, compose
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
 from eval.evaluation import evaluate_command, lacking, losses_by_position, why_missing
 from eval.experiment import Experiment, Run, select
 from eval.figures import loss_by_length, loss_by_position, loss_curves, save_figure
 from eval.kept import keep
+from eval.needle_experiment import by_scheme, collect_needles, needle_runs
+from eval.needle_figure import accuracy_by_length, heat_maps
 from eval.sweep import Failure, available_cores, launch, make_slots, visible_gpus
 from eval.tables import collect, history, to_markdown, write_table
 from scripts.sweep import read_runs, report, train
@@ -35,14 +37,17 @@ def main(config: Any) -> None:
     if experiment.measure not in MEASURES:
         raise ValueError(f"experiment.measure={experiment.measure} is not known; choose one of: {', '.join(MEASURES)}")
     chosen = select(runs, config.only)
+    fine_tuned = needle_runs(experiment, chosen, needle_config) if experiment.measure == "needle" else []
     by_position = experiment.measure == "loss"
     if not by_position or any(run.status != "finished" for run in chosen) or lacking(chosen):
         prepare(experiment)
     failures = train(chosen, config)
     if by_position:
         failures += evaluate(chosen, config)
+    if fine_tuned:
+        failures += train([run for run in fine_tuned if run.can_start], config, "scripts/needle.py")
     paths = MEASURES[experiment.measure](experiment, runs)
-    paths += filter(None, map(keep, runs))
+    paths += filter(None, map(keep, [*runs, *fine_tuned]))
     print("Written:", *paths, sep="\n  ")
     if report(failures):
         sys.exit(1)
@@ -63,8 +68,8 @@ def calculate(config: Any) -> None:
 
 def prepare(experiment: Experiment) -> None:
     """Runs scripts/prepare_data.py as the experiment says; it has its own messages and skips what is there."""
-    if experiment.prepare:
-        done = subprocess.run([sys.executable, "scripts/prepare_data.py", *experiment.prepare], check=False)
+    for arguments in filter(None, (experiment.prepare, experiment.prepare_needle)):
+        done = subprocess.run([sys.executable, "scripts/prepare_data.py", *arguments], check=False)
         if done.returncode:
             sys.exit(done.returncode)
 
@@ -90,7 +95,22 @@ def measure_loss(experiment: Experiment, runs: list[Run]) -> list[Path]:
     return paths
 
 
-MEASURES = {"loss": measure_loss}  # what an experiment's key `measure` can be
+def needle_config(words: list[str]) -> Any:
+    return compose("needle", words)
+
+
+def measure_needles(experiment: Experiment, runs: list[Run]) -> list[Path]:
+    """The same for the needles that fine-tuned runs found."""
+    fine_tuned = needle_runs(experiment, runs, needle_config)
+    table = collect_needles(experiment, fine_tuned, command_line(), commit())
+    paths = write_table(table, experiment.results)
+    paths += save_figure(accuracy_by_length(table), experiment.results / "accuracy_by_length")
+    paths += save_figure(heat_maps(by_scheme(fine_tuned)), experiment.results / "accuracy_by_depth")
+    print(to_markdown(table))
+    return paths
+
+
+MEASURES = {"loss": measure_loss, "needle": measure_needles}  # what an experiment's key `measure` can be
 
 
 def command_line() -> str:

@@ -6,6 +6,7 @@ the end with the last lines of its log, and does not stop the others.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,13 @@ def read_runs(config: Any) -> tuple[Experiment, list[Run]]:
     return experiment, runs
 
 
-def train(runs: list[Run], config: Any) -> list[Failure]:
+def train(runs: Sequence[Run], config: Any, script: str = "train.py") -> list[Failure]:
     """Trains what is not finished; returns what failed."""
     unfinished = sum(run.status != "finished" for run in runs)
     if not unfinished:
         return []
     slots = make_slots(config.gpus_per_run, config.runs_at_once, visible_gpus(), available_cores(), unfinished)
-    return launch(runs, torchrun(config.gpus_per_run), slots)
+    return launch(runs, torchrun(config.gpus_per_run, script), slots)
 
 
 def report(failures: list[Failure]) -> bool:

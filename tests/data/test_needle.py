@@ -200,6 +200,25 @@ def test_no_training_sample_comes_twice(tmp_path: Path):
     assert len(rows.unique(dim=0)) == 40
 
 
+def test_the_first_steps_take_shorter_samples_and_as_many_tokens(tmp_path: Path):
+    made = samples(tmp_path, load_tokenizer("bytes"), task=NeedleTask(needles=1))
+    batches = NeedleBatches(made, 256, 4, first_length=128, first_steps=2)
+    assert [tuple(batches.batch(step)[0].shape) for step in range(4)] == [(8, 128), (8, 128), (4, 256), (4, 256)]
+    first = torch.cat([batches.batch(step)[0] for step in range(2)])
+    expected = [made.sample(index, 128).tokens for index in range(16)]
+    assert np.array_equal(first.numpy(), expected)
+    halves = [NeedleBatches(made, 256, 4, rank, 2, first_length=128, first_steps=2).batch(1)[0] for rank in range(2)]
+    assert torch.equal(torch.cat(halves), first[8:])
+
+
+def test_first_samples_of_which_no_whole_number_fits_are_refused(tmp_path: Path):
+    made = samples(tmp_path, load_tokenizer("bytes"), task=NeedleTask(needles=1))
+    with pytest.raises(ValueError, match=r"train.first_length=100 must divide train.length=256"):
+        NeedleBatches(made, 256, 4, first_length=100, first_steps=2)
+    with pytest.raises(ValueError, match="length=64 is too short"):
+        NeedleBatches(made, 256, 4, first_length=64, first_steps=2)
+
+
 def test_processes_that_cannot_share_the_rows_are_refused(tmp_path: Path):
     made = samples(tmp_path, load_tokenizer("bytes"))
     with pytest.raises(ValueError, match=r"2 processes .* train.rows=3"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,31 @@ def test_interrupted_it_goes_on_to_the_same_weights(folder: Path, monkeypatch: p
         assert torch.equal(a, b)
 
 
+def test_the_first_steps_can_take_shorter_samples(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    shapes, original = [], train.train_step
+
+    def recorded(state, forward, tokens, *rest):
+        shapes.append(tuple(tokens.shape))
+        return original(state, forward, tokens, *rest)
+
+    monkeypatch.setattr(train, "train_step", recorded)
+    shorter = ("needle.needles=1", "train.length=200", "train.first_length=100", "train.first_fraction=0.5")
+    assert run(needle.main, words(folder, *shorter, f"out_dir={folder / 'shorter'}")) == 0
+    assert shapes == [(8, 100), (8, 100), (4, 200), (4, 200)]
+    assert load_config(folder / "shorter").needle.first_length == 100
+
+
+def test_a_signal_ends_the_test_that_follows_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def in_place_of_the_test(*_arguments, **_keys):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        sys.exit()
+
+    handlers: list[Any] = []
+    monkeypatch.setattr(needle, "find_needles", in_place_of_the_test)
+    assert run(needle.main, words(folder, "train.steps=1", f"out_dir={folder / 'signal'}")) == 0
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
+
+
 def test_without_fine_tuning_the_run_itself_is_tested(folder: Path, tmp_path: Path):
     write_tiny_data(tmp_path / "data")
     assert run(train.main, tiny_words(tmp_path, "train.steps=4")) == 0
@@ -143,6 +169,9 @@ def test_how_many_samples_are_tested_at_a_time_does_not_matter(folder: Path):
         (["lengths=[]"], ["lengths=[]"]),
         (["samples=0"], ["samples=0"]),
         (["train.rows=0"], ["train.rows=0"]),
+        (["train.first_length=0"], ["train.first_length=0", "at least 1"]),
+        (["train.first_length=100"], ["train.first_length=100", "train.length=160"]),
+        (["train.first_fraction=2"], ["train.first_fraction=2", "[0, 1]"]),
         (["needle.needles=0"], ["needles=0"]),
         (["needle.template=hello"], ["template=hello", "{city}"]),
         (["scale=huge"], ["scale=huge", "full, proxy"]),

@@ -1,0 +1,112 @@
+"""Table 2 (arXiv:2505.17083): the runs of an experiment, each fine-tuned on needles and tested, and their accuracies.
+
+A `NeedleRun` is one command line of scripts/needle.py with its fixed folder, beside that of the run it starts from.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.experiment import Experiment, Run
+from eval.tables import Measure, Numbers, Table, row_name, tabulate
+
+Accuracy = dict[str, dict[str, Any]]  # that of needle.json: {length: what `eval.needle.summarise` gives}
+
+
+@dataclass(frozen=True, eq=False)
+class NeedleRun(Run):
+    """The fine-tuned copy of `parent`; `config` is what scripts/needle.py will resolve."""
+
+    parent: Run = field(kw_only=True)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether it has a parent with its checkpoints, not only what was kept of one."""
+        return self.parent.status == "finished" and self.parent.record == self.parent.run_dir
+
+    @property
+    def tokens(self) -> int:
+        train = self.config["train"]
+        return self.steps * train["rows"] * (train["length"] or self.parent.config["train"]["length"])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tested lengths in tokens."""
+        return list(self.config["lengths"])
+
+    @property
+    def status(self) -> str:
+        """`missing`, `interrupted` or `finished`: fine-tuned, and tested on as many samples of each length as asked."""
+        trained = super().status
+        return "interrupted" if trained == "finished" and not self.accuracy else trained
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """What was found; empty before the test that the config asks for."""
+        path = self.record / "needle.json"
+        accuracy = json.loads(path.read_text())["accuracy"] if path.exists() else {}
+        tested = {int(length): entry["samples"] for length, entry in accuracy.items()}
+        return accuracy if tested == dict.fromkeys(self.lengths, self.config["samples"]) else {}
+
+
+def needle_runs(
+    experiment: Experiment, runs: Sequence[Run], compose: Callable[[list[str]], Mapping[str, Any]]
+) -> list[NeedleRun]:
+    """The fine-tuned copy of every run; `compose` turns arguments of scripts/needle.py into its resolved config.
+
+    Raises ValueError where the experiment does not say how to fine-tune.
+    """
+    if not experiment.needle:
+        raise ValueError(
+            f"experiment={experiment.name} has measure=needle, but its scale has no key needle; add the arguments of "
+            "scripts/needle.py, such as needle: [scale=proxy]"
+        )
+    copies = []
+    for run in runs:
+        out_dir = Path(f"{run.run_dir}-needle-seed{run.seed}")
+        words = [*experiment.needle, f"run_dir={run.run_dir}", f"out_dir={out_dir}", f"seed={run.seed}"]
+        kept = None if run.kept_dir is None else run.kept_dir.with_name(out_dir.name)
+        copies.append(NeedleRun(run.row, run.seed, run.axes, tuple(words), out_dir, compose(words), kept, parent=run))
+    return copies
+
+
+def collect_needles(experiment: Experiment, runs: Sequence[NeedleRun], command: str, commit: str | None) -> Table:
+    """The table of the accuracies of what is fine-tuned and tested."""
+
+    def read(run: Run, lengths: Sequence[int]) -> Numbers:
+        accuracy = copies[run].accuracy
+        return [accuracy[str(length)]["mean"] if accuracy else None for length in lengths]
+
+    copies = {run.parent: run for run in runs}
+    measure = Measure("Accuracy", "acc", _caption(runs[0]), max)
+    return tabulate(experiment, list(copies), runs[0].lengths, read, measure, command, commit)
+
+
+def by_scheme(runs: Sequence[NeedleRun]) -> dict[str, Accuracy]:
+    """The accuracies of each row's tested runs, by length and depth, as the mean over its seeds."""
+    rows: dict[str, list[Accuracy]] = {}
+    for run in runs:
+        if accuracy := run.accuracy:
+            rows.setdefault(row_name(run), []).append(accuracy)
+    return {name: {key: _mean([seed[key] for seed in seeds]) for key in seeds[0]} for name, seeds in rows.items()}
+
+
+def _mean(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    depths = []
+    for parts in zip(*(entry["by_depth"] for entry in entries), strict=True):
+        found = [part["mean"] for part in parts if part["needles"]]
+        depths.append({**parts[0], "mean": float(np.mean(found)) if found else None})
+    return {"mean": float(np.mean([entry["mean"] for entry in entries])), "by_depth": depths}
+
+
+def _caption(run: NeedleRun) -> str:
+    train, needle = run.config["train"], run.config["needle"]
+    return (
+        "Share of needles whose city and number are both right in the model's own answer, by length in tokens: "
+        f"{needle['needles']} of {needle['digits']} digits in each of {run.config['samples']} samples, after "
+        f"fine-tuning on answers alone ({train['steps']} steps, {run.tokens:,} tokens)."
+    )

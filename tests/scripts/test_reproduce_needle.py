@@ -1,0 +1,111 @@
+"""scripts/reproduce.py experiment=table2 with trained-looking folders in the place of training and fine-tuning."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.sweep import Failure
+from scripts import reproduce
+
+FILES = {f"table.{kind}" for kind in ("md", "csv", "tex", "json")}
+FILES |= {f"{name}.{kind}" for name in ("accuracy_by_length", "accuracy_by_depth") for kind in ("png", "pdf")}
+SMALL = ("experiment=table2", "experiment.axes.position=[rope,alibi]", "experiment.seeds=[0]")
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs reproduce.py in an empty folder; gives what was started. The named rows fail in one script or the other."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, untrained: tuple[str, ...] = (), failing: tuple[str, ...] = ()) -> list[str]:
+        started = []
+
+        def train(runs: list, _config: Any, script: str = "train.py") -> list[Failure]:
+            fine_tunes = script == "scripts/needle.py"
+            lost = failing if fine_tunes else untrained
+            waiting = [run for run in runs if run.status != "finished"]
+            for run in waiting:
+                started.append(f"{script} {run.id}")
+                if run.row not in lost:
+                    (run.run_dir / "checkpoints" / f"step_{run.steps:06d}").mkdir(parents=True)
+                    if fine_tunes:
+                        (run.run_dir / "needle.json").write_text(json.dumps({"accuracy": everything_found(run)}))
+            return [Failure(run, 1, "the reason") for run in waiting if run.row in lost]
+
+        def prepare(arguments: list[str], check: bool) -> Any:
+            started.append(" ".join(arguments[1:3]))
+            return type("Done", (), {"returncode": 0})
+
+        monkeypatch.setattr(reproduce, "train", train)
+        monkeypatch.setattr("scripts.sweep.refuse_changed", lambda runs: None)  # these have no config.yaml
+        monkeypatch.setattr(reproduce.subprocess, "run", prepare)
+        monkeypatch.setattr(reproduce, "commit", lambda: "abc")
+        monkeypatch.setattr(sys, "argv", ["reproduce.py", *SMALL, *words])
+        reproduce.main()
+        return started
+
+    return run
+
+
+def everything_found(run: Any) -> dict[str, Any]:
+    depths = [{"from": 0.0, "to": 1.0, "mean": 1.0, "needles": 2}]
+    entry = {"mean": 1.0, "samples": run.config["samples"], "by_depth": depths}
+    return {str(length): entry for length in run.lengths}
+
+
+def test_it_prepares_trains_fine_tunes_and_writes_tables_and_figures(pretend, tmp_path, capsys):
+    started = pretend()
+    prepared = [f"scripts/prepare_data.py source={source}" for source in ("fineweb10b", "c4")]
+    copies = [f"scripts/needle.py {row}-seed0-needle-seed0" for row in ("rope", "alibi")]
+    assert started == [*prepared, "train.py rope-seed0", "train.py alibi-seed0", *copies]
+    folder = tmp_path / "results" / "table2"
+    assert {path.name for path in folder.iterdir()} == FILES
+    table = json.loads((folder / "table.json").read_text())
+    assert table["columns"] == ["acc@4096", "acc@16384", "acc@65536"]
+    assert table["rows"]["rope"]["mean"] == [1.0, 1.0, 1.0]
+    assert table["rows"]["rope"]["published"]["mean"] == [0.962, 0.0, 0.0]
+    assert "| RoPE | **1.000** |" in capsys.readouterr().out
+
+
+def test_at_laptop_size_it_has_folders_of_its_own(pretend, tmp_path):
+    pretend("scale=proxy")
+    assert (tmp_path / "runs" / "proxy" / "4k" / "rope-seed0-needle-seed0" / "needle.json").exists()
+    table = json.loads((tmp_path / "results" / "proxy" / "table2" / "table.json").read_text())
+    assert table["columns"] == ["acc@256", "acc@1024", "acc@4096"]
+    assert table["rows"]["rope"]["published"] is None
+
+
+def test_what_is_fine_tuned_and_tested_is_not_started_again(pretend):
+    pretend("scale=proxy")
+    assert pretend("scale=proxy") == ["scripts/prepare_data.py source=sotu"]
+
+
+def test_a_failed_fine_tuning_is_named_and_missing_and_the_others_go_on(pretend, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        pretend(failing=("rope",))
+    assert exit.value.code == 1
+    rows = json.loads((tmp_path / "results" / "table2" / "table.json").read_text())["rows"]
+    assert rows["rope"]["mean"] == [None, None, None]
+    assert rows["alibi"]["mean"] == [1.0, 1.0, 1.0]
+    assert "rope-seed0-needle-seed0 failed with exit code 1" in capsys.readouterr().err
+
+
+def test_a_run_that_did_not_finish_is_not_fine_tuned(pretend, capsys):
+    with pytest.raises(SystemExit):
+        pretend(untrained=("rope",))
+    said = capsys.readouterr()
+    assert "1 failed: rope-seed0\n" in said.err
+    assert "| RoPE | missing | missing | missing |" in said.out
+
+
+def test_only_chooses_what_is_fine_tuned(pretend):
+    assert pretend("only=[alibi]")[2:] == ["train.py alibi-seed0", "scripts/needle.py alibi-seed0-needle-seed0"]
+
+
+def test_fast_means_few_steps_of_fine_tuning_too(pretend, tmp_path):
+    pretend("scale=proxy", "fast=true")
+    copy = tmp_path / "runs" / "proxy" / "4k-fast" / "rope-seed0-needle-seed0"
+    assert (copy / "checkpoints" / "step_000004").is_dir()
