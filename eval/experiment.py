@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from eval.runs import load_config, run_status
 
-KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in", "measure"}
+KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in", "measure", "measure_with"}
 SCALE_KEYS = {"arguments", "prepare", "published"}
 
 
@@ -23,7 +23,7 @@ class Experiment:
     """A named set of runs. `shared` are the arguments of all runs.
 
     `folder` is its place below results/, `runs_in` that of its runs below runs/: experiments may have runs in common.
-    `measure` says what is measured of a trained run.
+    `measure` says what is measured of a trained run, and `measure_with` are the settings of that.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Experiment:
     prepare: tuple[str, ...] = ()
     published: str | None = None
     measure: str = "loss"
+    measure_with: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -124,6 +125,7 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         prepare=tuple(scale.get("prepare") or ()),
         published=scale.get("published"),
         measure=description.get("measure", "loss"),
+        measure_with=description.get("measure_with", {}),
     )
 
 
