@@ -129,6 +129,23 @@ class EvaluateConfig:
 
 
 @dataclass
+class AttentionConfig:
+    run_dir: str = MISSING
+    length: int | None = None
+    sequences: int = MISSING
+    queries: int = MISSING
+    pairs: int = MISSING
+    seed: int = MISSING
+    text: str | None = None
+    tokenizer: str | None = None
+    data_dir: str | None = None
+    step: int | str | None = None
+    plot: bool = MISSING
+    device: str = MISSING
+    precision: str = MISSING
+
+
+@dataclass
 class GenerateConfig:
     run_dir: str = MISSING
     prompt: str = MISSING
@@ -325,6 +342,7 @@ SCHEMAS: dict[str, type] = {
     "bench_train": BenchTrainConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "attention": AttentionConfig,
     "generate": GenerateConfig,
     "needle": NeedleConfig,
     "report": ReportConfig,

@@ -24,9 +24,9 @@ class Experiment:
     """A named set of runs. `shared` are the arguments of all runs.
 
     `folder` is its place below results/, `runs_in` that of its runs below runs/: experiments may have runs in common.
-    `measure` says what is measured of a trained run (`needle` are the arguments of scripts/needle.py for that),
-    `reference` the row that the others are compared with. `kept_in` is where what was measured of its runs is kept,
-    None for a trial (a run that is fast or has a name).
+    `measure` says what is measured of a trained run (`needle` are the arguments of scripts/needle.py for that,
+    `measure_with` the settings of attention statistics), `reference` the row that the others are compared with.
+    `kept_in` is where what was measured of its runs is kept, None for a trial (a run that is fast or has a name).
     """
 
     name: str
@@ -43,6 +43,7 @@ class Experiment:
     prepare_needle: tuple[str, ...] = ()
     reference: str | None = None
     kept_in: Path | None = None
+    measure_with: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -146,6 +147,7 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         kept_in=None if config["name"] or config["fast"] else Path("results", below, "runs", runs_in),
         needle=(*(scale.get("needle") or ()), *((description.get("fast_needle") or ()) if config["fast"] else ())),
         prepare_needle=tuple(scale.get("prepare_needle") or ()),
+        measure_with=description.get("measure_with", {}),
     )
 
 

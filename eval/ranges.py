@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from model.position import PositionScheme, build_position
+from model.position import Plan, PositionScheme, build_position
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,23 @@ def iid_logits(
 
     L = scale[t] s S + shift[t]; the scheme has one head, and every row is a draw of its own.
     """
-    plan = scheme.plan(length, start=length - 1)
-    logits = torch.randn(rows, stop - start, generator=generator, dtype=torch.float64)
+    scores = torch.randn(rows, stop - start, generator=generator, dtype=torch.float64)
+    return logits_by_distance(scores, scheme.plan(length, start=length - 1), 0, start)
+
+
+def logits_by_distance(scores: Float[Tensor, "h N"], plan: Plan, query: int, start: int = 0) -> Float[Tensor, "h N"]:
+    """Logits of one query at the distances start .. start + N - 1 over its scores S = <R_i q_i, R_j k_j> / sqrt(d).
+
+    L = scale[t] s temperature S + shift[t], in fp64; `query` is its row in the plan, which has one layer.
+    """
+    stop = start + scores.shape[-1]
+    logits = scores.double() * plan.temperature
     if plan.query_scale is not None:
-        logits *= plan.query_scale.item()
+        logits *= plan.query_scale[0, :, query, None]
     if plan.transform is not None and plan.transform.scale is not None:
-        logits *= plan.transform.scale[0, start:stop]
+        logits *= plan.transform.scale[:, start:stop]
     if plan.transform is not None and plan.transform.shift is not None:
-        logits += plan.transform.shift[0, start:stop]
+        logits += plan.transform.shift[:, start:stop]
     return logits
 
 

@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
 
 from configs.command import command, compose
+from eval.attention_experiment import measure_attention, read_settings
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
 from eval.evaluation import evaluate_command, lacking, losses_by_position, why_missing
 from eval.experiment import Experiment, Run, select
@@ -36,6 +37,8 @@ def main(config: Any) -> None:
     experiment, runs = read_runs(config)
     if experiment.measure not in MEASURES:
         raise ValueError(f"experiment.measure={experiment.measure} is not known; choose one of: {', '.join(MEASURES)}")
+    if experiment.measure == "attention":
+        read_settings(experiment)  # a mistake there is told before the training
     chosen = select(runs, config.only)
     fine_tuned = needle_runs(experiment, chosen, needle_config) if experiment.measure == "needle" else []
     by_position = experiment.measure == "loss"
@@ -110,7 +113,16 @@ def measure_needles(experiment: Experiment, runs: list[Run]) -> list[Path]:
     return paths
 
 
-MEASURES = {"loss": measure_loss, "needle": measure_needles}  # what an experiment's key `measure` can be
+def measure_figure_1(experiment: Experiment, runs: list[Run]) -> list[Path]:
+    """Writes attention.json of every finished run, and figure 1 out of them."""
+    return measure_attention(experiment, runs, {"command": command_line(), "commit": commit()})
+
+
+MEASURES = {
+    "loss": measure_loss,
+    "needle": measure_needles,
+    "attention": measure_figure_1,
+}  # an experiment's key `measure`
 
 
 def command_line() -> str:
