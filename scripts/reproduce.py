@@ -18,6 +18,7 @@ from configs.command import command
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
 from eval.experiment import Experiment, Run, select
 from eval.figures import loss_by_length, loss_curves, save_figure
+from eval.sweep import in_order
 from eval.tables import collect, history, to_markdown, write_table
 from scripts.sweep import read_runs, report, train
 
@@ -30,7 +31,7 @@ def main(config: Any) -> None:
     experiment, runs = read_runs(config)
     if experiment.measure not in MEASURES:
         raise ValueError(f"experiment.measure={experiment.measure} is not known; choose one of: {', '.join(MEASURES)}")
-    chosen = select(runs, config.only)
+    chosen = in_order(select(runs, config.only), config.order)
     prepare(experiment)
     failures = train(chosen, config)
     print("Written:", *MEASURES[experiment.measure](experiment, runs), sep="\n  ")
