@@ -18,7 +18,13 @@ from data.loader import TrainBatches, open_split, validation_batches
 from eval.loss import loss_by_length
 from model.gpt import GPT
 from training.checkpoint import restore_checkpoint, save_checkpoint
-from training.checkpoint_folder import awaits_validation, checkpoint_path, latest_checkpoint, record_validation
+from training.checkpoint_folder import (
+    awaits_validation,
+    check_not_moved,
+    checkpoint_path,
+    latest_checkpoint,
+    record_validation,
+)
 from training.distributed import Process, Stopped, StopSignal, start_process
 from training.estimate import describe_run
 from training.health import check_finite, check_same_step, check_step
@@ -79,6 +85,8 @@ def run(
             print(f"{run_dir} is already trained to step {state.step}; nothing to do")
         return
     with locked(run_dir, process):
+        with process.together():
+            check_not_moved(run_dir, folder)
         process.on_main(lambda: write_config(run_dir, config))
         with RunLog(run_dir, config, state.step, process, validated) as log:
             try:

@@ -224,6 +224,23 @@ class ShowPositionConfig:
 
 
 @dataclass
+class Launcher:
+    """All but `kind` is for jobs."""
+
+    kind: str = MISSING
+    nodes: int = 1
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str = "24:00:00"
+    cpus_per_task: int | None = None
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    save_seconds: int = 120
+    requeues: int = 100
+    job_dir: str | None = None
+
+
+@dataclass
 class ReproduceConfig:
     experiment: dict[str, Any] = MISSING
     name: str | None = None
@@ -231,14 +248,18 @@ class ReproduceConfig:
     fast: bool = MISSING
     overrides: list[str] = MISSING
     only: list[Any] = MISSING
+    launcher: Launcher = field(default_factory=Launcher)
     gpus_per_run: int = MISSING
     runs_at_once: Any = MISSING
+    order: str = MISSING
+    retry_failed: int = MISSING
 
 
 @dataclass
 class SweepConfig(ReproduceConfig):
     plan: bool = MISSING
     status: bool = MISSING
+    wait: bool = MISSING
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from eval.attention_figures import figure_1
-from eval.attention_run import AttentionSettings, measure_run, range_name, read_current
+from eval.attention_run import AttentionSettings, measure_run, range_name, read_current, read_kept
 from eval.attention_statistics import attention_by_distance, distance_ranges, query_positions
 from eval.entropy_growth import LOGITS_AT_ONCE, write_calculation
 from eval.experiment import Experiment, Run
@@ -62,7 +62,10 @@ def read_settings(experiment: Experiment) -> dict[str, int]:
 
 
 def measured(run: Run, settings: Mapping[str, int]) -> dict[str, Any] | None:
-    """A run's attention.json, made where it is missing or of other settings; None for a run that is not finished."""
+    """A run's attention.json, made where it is missing or of other settings; None for a run that is not finished.
+
+    Of a run that was kept without its checkpoint, only what was kept can be told, if it is of these settings.
+    """
     if run.status != "finished":
         return None
     wanted = AttentionSettings(
@@ -72,6 +75,8 @@ def measured(run: Run, settings: Mapping[str, int]) -> dict[str, Any] | None:
         pairs=settings["pairs"],
         seed=settings["seed"],
     )
+    if run.record != run.run_dir:
+        return read_kept(run.record, wanted)
     with start_process(run.config["device"], run.config["precision"]) as process:
         return read_current(run.run_dir, wanted, process) or measure_run(run.run_dir, wanted, process, progress=True)
 

@@ -88,6 +88,17 @@ def read_current(run_dir: Path, settings: AttentionSettings, process: Process) -
     return content if content.get("made_with") == provenance(run_dir, settings, process) else None
 
 
+def read_kept(record: Path, settings: AttentionSettings) -> dict[str, Any] | None:
+    """attention.json that was kept of a run without its checkpoint, if it is of these settings; else None."""
+    try:
+        content = json.loads((record / FILE).read_text())
+    except FileNotFoundError:
+        return None
+    wanted = {"length": settings.length, "sequences": settings.sequences, "queries": settings.queries}
+    wanted |= {"pairs": settings.pairs, "seed": settings.seed}
+    return content if wanted.items() <= content["made_with"].items() else None
+
+
 def provenance(run_dir: Path, settings: AttentionSettings, process: Process) -> dict[str, Any]:
     """What the statistics depend on: the settings, the text, the weights and the precision."""
     checkpoint = find_checkpoint(run_dir, settings.step)

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from omegaconf import OmegaConf
 
@@ -57,6 +57,8 @@ class Run:
 
     `kept_dir` is where `eval.kept` copies its config and measurements once it is finished.
     """
+
+    script: ClassVar[str] = "train.py"
 
     row: str
     seed: int

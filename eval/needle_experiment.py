@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ Accuracy = dict[str, dict[str, Any]]  # that of needle.json: {length: what `eval
 @dataclass(frozen=True, eq=False)
 class NeedleRun(Run):
     """The fine-tuned copy of `parent`; `config` is what scripts/needle.py will resolve."""
+
+    script: ClassVar[str] = "scripts/needle.py"
 
     parent: Run = field(kw_only=True)
 

@@ -1,54 +1,41 @@
 """Launches the runs of an experiment as child processes, shows how far they are, and ends them together.
 
-Every child is its own session with one log, `child.log`, in its run folder. Nothing is kept outside the run folders, so
-starting the same sweep again resumes the interrupted runs and skips the finished ones.
+Nothing is kept outside the run folders, so starting the same sweep again resumes the interrupted runs and skips the
+finished ones.
 """
 
 import contextlib
-import fcntl
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from tqdm import tqdm
 
+from eval.child import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    Child,
+    Failure,
+    end,
+    is_locked,
+    locked_log,
+    remembered_failure,
+    stop_signals,
+)
 from eval.experiment import Run
 
-POLL_SECONDS = 0.2
-# torchrun gives its workers 30 s before it kills them; killed itself before that, it would leave them running.
-GRACE_SECONDS = 45
-LOG = "child.log"
-LOG_LINES = 15
-# The first line that torchrun itself writes about a failed worker; the worker's own last words stand above it.
-TORCHRUN_REPORT = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic/.*(failed \(exitcode|closing signal)")
+ORDERS = ("seeds", "axes")
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A run that did not finish: the exit code of its child and the last lines of its log."""
-
-    run: Run
-    returncode: int
-    tail: str
-
-    def __str__(self) -> str:
-        log = self.run.run_dir / LOG
-        return f"{self.run.id} failed with exit code {self.returncode}; the end of {log}:\n{self.tail}"
-
-
-def torchrun(processes: int, script: str = "train.py") -> Callable[[Run], list[str]]:
-    """The command of a run: the script under torchrun with so many processes on this machine."""
+def torchrun(processes: int) -> Callable[[Run], list[str]]:
+    """The command of a run: its script under torchrun with so many processes on this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return lambda run: [*launcher, script, *run.overrides]
+    return lambda run: [*launcher, run.script, *run.overrides]
 
 
 def make_slots(
@@ -71,8 +58,8 @@ def make_slots(
     if not isinstance(runs_at_once, int) or runs_at_once < 1:
         raise ValueError(f"runs_at_once={runs_at_once} must be auto or a whole number, at least 1")
     if not gpus:
-        threads = max(1, cores // (runs_at_once * gpus_per_run))
-        return [{"OMP_NUM_THREADS": str(threads)}] * runs_at_once
+        threads = str(max(1, cores // (runs_at_once * gpus_per_run)))
+        return [{"OMP_NUM_THREADS": threads, "THREADS_PER_PROCESS": threads}] * runs_at_once
     if runs_at_once * gpus_per_run > len(gpus):
         raise ValueError(
             f"runs_at_once={runs_at_once} with gpus_per_run={gpus_per_run} needs {runs_at_once * gpus_per_run} GPUs, "
@@ -96,40 +83,80 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def in_order(runs: Sequence[Run], order: str) -> list[Run]:
+    """The runs in the order to start them in: "seeds" trains every scheme with one seed before any with the next, so
+    that there is a whole comparison early; "axes" all seeds of a scheme together.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order={order} is unknown; choose one of: {', '.join(ORDERS)}")
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    return sorted(runs, key=lambda run: seeds.index(run.seed)) if order == "seeds" else list(runs)
+
+
+def to_start(runs: Sequence[Run], retry_failed: int) -> tuple[dict[Run, int], list[Failure]]:
+    """Of the runs that are not finished: how often each may be started, and those that failed and stay so.
+
+    Raises ValueError for a negative number of retries.
+    """
+    if retry_failed < 0:
+        raise ValueError(f"retry_failed={retry_failed} must be at least 0")
+    tries: dict[Run, int] = {}
+    failures = []
+    for run in runs:
+        if run.status == "finished":
+            continue
+        failure = remembered_failure(run)
+        if failure and not retry_failed:
+            failures.append(failure)
+        else:
+            tries[run] = retry_failed + (failure is None)
+    return tries, failures
+
+
 def launch(
-    runs: Sequence[Run], command: Callable[[Run], list[str]], slots: Sequence[Mapping[str, str]]
+    runs: Sequence[Run],
+    command: Callable[[Run], list[str]],
+    slots: Sequence[Mapping[str, str]],
+    retry_failed: int = 0,
 ) -> list[Failure]:
     """Runs what is not finished, as many at a time as there are slots, and returns the runs that failed.
 
-    A failing run does not stop the others. On SIGINT, SIGTERM or SIGHUP the children are ended, resumably, and
-    SystemExit(128 + signal) is raised. Raises ValueError, before anything starts, when another process is at one of
-    the runs.
+    A failing run does not stop the others; it is started again up to `retry_failed` times, when all others have had
+    their turn. One that failed in an earlier sweep is not started without that. On SIGINT, SIGTERM or SIGHUP the
+    children are ended, resumably, and SystemExit(128 + signal) is raised. Raises ValueError, before anything starts,
+    when another process is at one of the runs.
     """
-    waiting = [run for run in runs if run.status != "finished"]
-    failures: list[Failure] = []
-    active: list[_Child] = []
+    tries, failures = to_start(runs, retry_failed)
+    waiting = list(tries)
+    active: list[Child] = []
     free = list(slots)
     with contextlib.ExitStack() as stack:
-        logs = {run: stack.enter_context(_locked_log(run)) for run in waiting}
-        received = stack.enter_context(_signals())
-        progress = _Progress(runs)
+        logs = {run: stack.enter_context(locked_log(run)) for run in waiting}
+        received = stack.enter_context(stop_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        progress = Progress(runs)
         stack.callback(progress.bar.close)
-        stack.callback(_end, active)
+        stack.callback(end, active)
         while (waiting or active) and not received:
             while waiting and free:
                 run = waiting.pop(0)
+                tries[run] -= 1
                 progress.note(f"{run.id}: {'resumes' if run.status == 'interrupted' else 'starts'}")
-                active.append(_Child(run, command(run), free.pop(0), logs[run]))
+                logs[run].truncate(0)
+                active.append(Child(run, command(run), free.pop(0), logs[run]))
             time.sleep(POLL_SECONDS)
             ended = [child for child in active if child.process.poll() is not None]
             progress.show([child.run for child in active])
             for child in ended:
+                run = child.run
                 active.remove(child)
-                free.append(child.slot)
-                logs[child.run].close()
-                if failure := child.failure():
-                    failures.append(failure)
-                progress.note(f"{child.run.id}: {'FAILED' if failure else 'finished'}{_val_losses(child.run)}")
+                free.append(child.environment)
+                failure = child.failure()
+                progress.note(f"{run.id}: {'FAILED' if failure else 'finished'}{_val_losses(run)}")
+                if failure and tries[run]:
+                    waiting.append(run)
+                    continue
+                logs[run].close()
+                failures += [failure] if failure else []
         if active:
             progress.note(f"stopping: waiting up to {GRACE_SECONDS} s for {len(active)} to save and end")
     if received:
@@ -138,80 +165,11 @@ def launch(
     return failures
 
 
-class _Child:
-    """A run under way: its process group and its slot."""
-
-    def __init__(self, run: Run, command: list[str], slot: Mapping[str, str], log: BinaryIO) -> None:
-        self.run, self.slot = run, slot
-        log.truncate(0)
-        self.process = subprocess.Popen(
-            command,
-            env=os.environ | slot,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that a Ctrl-C reaches it through the sweep only
-        )
-
-    def signal(self, signum: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signum)
-
-    def failure(self) -> Failure | None:
-        if self.process.returncode == 0 and self.run.status == "finished":
-            return None
-        return Failure(self.run, self.process.returncode, _log_tail(self.run.run_dir / LOG))
-
-
-def _end(children: Sequence[_Child]) -> None:
-    """SIGTERM to every child's group, then SIGKILL to what is left after the grace time."""
-    for child in children:
-        child.signal(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    for child in children:
-        try:
-            child.process.wait(max(0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.signal(signal.SIGKILL)
-            child.process.wait()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects the signals that ask to stop, instead of dying of them; one that was ignored (nohup) stays ignored."""
-    received: list[int] = []
-    previous = {}
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            previous[signum] = signal.signal(signum, lambda number, _frame: received.append(number))
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
-@contextlib.contextmanager
-def _locked_log(run: Run) -> Iterator[BinaryIO]:
-    """The log of a run, locked for whoever writes to it.
-
-    The lock goes with the open file to the child and to its workers, so it outlives a killed sweep as long as one of
-    them still trains: two processes never train into one folder.
-    """
-    run.run_dir.mkdir(parents=True, exist_ok=True)
-    with (run.run_dir / LOG).open("ab") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{run.run_dir} is being trained by another process; wait for it or end it") from None
-        yield log
-
-
-class _Progress:
+class Progress:
     """One bar over the tokens of all runs, read from their metrics; plain lines where stderr is no terminal."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.done = {run: _tokens_done(run) for run in runs}
+        self.done = {run: tokens_done(run) for run in runs}
         self.total, self.at_start = sum(run.tokens for run in runs), sum(self.done.values())
         self.next_line = self.at_start + self.total / 10
         self.began, self.terminal = time.monotonic(), sys.stderr.isatty()
@@ -227,7 +185,7 @@ class _Progress:
 
     def show(self, active: Sequence[Run]) -> None:
         before = sum(self.done.values())
-        self.done |= {run: _tokens_done(run) for run in active}
+        self.done |= {run: tokens_done(run) for run in active}
         now = sum(self.done.values())
         current = ", ".join(run.id + _train_loss(run) for run in active[:3])
         self.bar.set_postfix_str(current, refresh=False)
@@ -253,17 +211,30 @@ def last_metrics(run: Run) -> dict[str, Any]:
     return metrics
 
 
-def status_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """One row a run: its status, its last step and its last losses."""
+def run_state(run: Run, jobs: Mapping[Run, object]) -> str:
+    """What a run is up to: finished, its job's state, running, failed, interrupted or missing."""
+    if run.status == "finished":
+        return "finished"
+    if run in jobs:
+        return str(jobs[run])
+    if is_locked(run):
+        return "running"
+    return "failed" if remembered_failure(run) else run.status
+
+
+def status_table(runs: Sequence[Run], jobs: Mapping[Run, object]) -> pd.DataFrame:
+    """One row a run: its status (`jobs` are those that are queued or under way), its last step and its last losses."""
     rows = []
     for run in runs:
         metrics = last_metrics(run)
         losses = {key: value for key, value in metrics.items() if key == "train/loss" or key.startswith("val/")}
-        rows.append({"run": run.id, "status": run.status, "step": f"{metrics.get('step', 0)}/{run.steps}"} | losses)
+        state = run_state(run, jobs)
+        rows.append({"run": run.id, "status": state, "step": f"{metrics.get('step', 0)}/{run.steps}"} | losses)
     return pd.DataFrame(rows)
 
 
-def _tokens_done(run: Run) -> int:
+def tokens_done(run: Run) -> int:
+    """How many tokens a run has been trained on."""
     return run.tokens if run.status == "finished" else last_metrics(run).get("tokens", 0)
 
 
@@ -276,9 +247,3 @@ def _val_losses(run: Run) -> str:
     metrics = last_metrics(run)
     losses = [f"{key.removeprefix('val/loss_')}: {value:.3f}" for key, value in metrics.items() if "val/loss_" in key]
     return f" ({', '.join(losses)})" if losses else ""
-
-
-def _log_tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    end = next((index for index, line in enumerate(lines) if TORCHRUN_REPORT.search(line)), len(lines))
-    return "\n".join(lines[:end][-LOG_LINES:])

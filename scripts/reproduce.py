@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the roo
 
 from configs.command import command, compose
 from eval.attention_experiment import measure_attention, read_settings
+from eval.child import Failure
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
 from eval.evaluation import evaluate_command, lacking, losses_by_position, why_missing
 from eval.experiment import Experiment, Run, select
@@ -24,7 +25,7 @@ from eval.figures import loss_by_length, loss_by_position, loss_curves, save_fig
 from eval.kept import keep
 from eval.needle_experiment import by_scheme, collect_needles, needle_runs
 from eval.needle_figure import accuracy_by_length, heat_maps
-from eval.sweep import Failure, available_cores, launch, make_slots, visible_gpus
+from eval.sweep import available_cores, in_order, launch, make_slots, visible_gpus
 from eval.tables import collect, history, to_markdown, write_table
 from scripts.sweep import read_runs, report, train
 
@@ -39,7 +40,7 @@ def main(config: Any) -> None:
         raise ValueError(f"experiment.measure={experiment.measure} is not known; choose one of: {', '.join(MEASURES)}")
     if experiment.measure == "attention":
         read_settings(experiment)  # a mistake there is told before the training
-    chosen = select(runs, config.only)
+    chosen = in_order(select(runs, config.only), config.order)
     fine_tuned = needle_runs(experiment, chosen, needle_config) if experiment.measure == "needle" else []
     by_position = experiment.measure == "loss"
     if not by_position or any(run.status != "finished" for run in chosen) or lacking(chosen):
@@ -48,7 +49,7 @@ def main(config: Any) -> None:
     if by_position:
         failures += evaluate(chosen, config)
     if fine_tuned:
-        failures += train([run for run in fine_tuned if run.can_start], config, "scripts/needle.py")
+        failures += train([run for run in fine_tuned if run.can_start], config)
     paths = MEASURES[experiment.measure](experiment, runs)
     paths += filter(None, map(keep, [*runs, *fine_tuned]))
     print("Written:", *paths, sep="\n  ")

@@ -1,10 +1,12 @@
 """Trains the runs of an experiment: python scripts/sweep.py experiment=quickstart
 
-Each run is a torchrun child in runs/EXPERIMENT/RUN with a fixed folder. Finished runs are skipped and interrupted ones
-go on from their last checkpoint, so the same command can be stopped and started at any time. A failed run is named at
-the end with the last lines of its log, and does not stop the others.
+Each run is a torchrun of its own in runs/EXPERIMENT/RUN, a fixed folder: on this machine, or as a Slurm job with
+launcher=slurm. Finished runs are skipped and interrupted ones go on from their last checkpoint, so the same command can
+be stopped and started at any time. A failed run is named at the end with the last lines of its log, does not stop the
+others, and stays failed until retry_failed=1. plan=true and status=true only look.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,20 +18,23 @@ from omegaconf import OmegaConf
 
 from configs.command import command, compose
 from configs.schema import check
+from eval.child import Failure, remembered_failure
 from eval.experiment import Experiment, Run, expand, read_experiment, refuse_changed, select
-from eval.sweep import Failure, available_cores, launch, make_slots, status_table, torchrun, visible_gpus
+from eval.slurm import HERE, SLURM, jobs_of, submit, wait_for
+from eval.sweep import available_cores, in_order, launch, make_slots, status_table, to_start, torchrun, visible_gpus
+
+LAUNCHERS = ("local", SLURM, HERE)
 
 
 @command("sweep")
 def main(config: Any) -> None:
     _, runs = read_runs(config)
-    chosen = select(runs, config.only)
+    chosen = in_order(select(runs, config.only), config.order)
     if config.status:
-        print(status_table(chosen).to_string(index=False, na_rep="", float_format="{:.3f}".format))
+        show_status(chosen)
     elif config.plan:
-        for run in chosen:
-            print(f"{run.id}: {run.status}, {run.tokens:,} tokens\n  {' '.join(run.overrides)}")
-    elif report(train(chosen, config)):
+        show_plan(chosen, runs, config)
+    elif report(train(chosen, config, wait=config.wait)):
         sys.exit(1)
 
 
@@ -40,19 +45,87 @@ def read_runs(config: Any) -> tuple[Experiment, list[Run]]:
         check(composed := compose("train", overrides))
         return OmegaConf.to_container(composed)
 
+    if config.launcher.kind not in LAUNCHERS:
+        raise ValueError(f"launcher.kind={config.launcher.kind} is unknown; choose one of: {', '.join(LAUNCHERS)}")
     experiment = read_experiment(config)
     runs = expand(experiment, train_config)
     refuse_changed(runs)
     return experiment, runs
 
 
-def train(runs: Sequence[Run], config: Any, script: str = "train.py") -> list[Failure]:
-    """Trains what is not finished; returns what failed."""
-    unfinished = sum(run.status != "finished" for run in runs)
-    if not unfinished:
+def show_status(runs: list[Run]) -> None:
+    """Prints the table of the runs, then the last words of those that failed."""
+    jobs = jobs_of(runs)
+    print(status_table(runs, jobs).to_string(index=False, na_rep="", float_format="{:.3f}".format))
+    for run in runs:
+        if run not in jobs and (failure := remembered_failure(run)):
+            print(f"\n{failure}")
+
+
+def show_plan(chosen: list[Run], runs: list[Run], config: Any) -> None:
+    """Prints the command line of every chosen run, in the order in which they start, and what is left to do."""
+    from eval.sweep_plan import check_buildable, describe_plan, expected_speed, plan_table
+
+    check_buildable(chosen)
+    gpus, places = visible_gpus(), {run.config["device"] for run in chosen}
+    on_gpus = "cpu" not in places and bool("cuda" in places or gpus or config.launcher.kind == SLURM)
+    devices = config.gpus_per_run * config.launcher.nodes
+    at_once = None
+    if config.launcher.kind == "local" and (gpus or not on_gpus):
+        at_once = len(slots_for(chosen, config))
+    speed = expected_speed(runs, devices, on_gpus)
+    for run in chosen:
+        print(f"{run.id}:\n  {' '.join(run.overrides)}")
+    print()
+    print(describe_plan(plan_table(chosen, speed, jobs_of(chosen)), speed, devices, at_once))
+
+
+def train(runs: Sequence[Run], config: Any, wait: bool = True) -> list[Failure]:
+    """Trains what is not finished; returns what failed. Jobs are only submitted unless the command is to wait."""
+    if all(run.status == "finished" for run in runs):
         return []
-    slots = make_slots(config.gpus_per_run, config.runs_at_once, visible_gpus(), available_cores(), unfinished)
-    return launch(runs, torchrun(config.gpus_per_run, script), slots)
+    jobs = jobs_of(runs)
+    for run, job in jobs.items():
+        if job.state == "unknown":
+            raise ValueError(
+                f"{run.run_dir}/job.json names Slurm job {job.id}, and there is no squeue here to ask about it; use a "
+                "machine that has it, or delete that file if the job is gone"
+            )
+        print(f"{run.id}: {job} already", file=sys.stderr)
+    idle = [run for run in runs if run not in jobs]
+    refuse_untrainable([run for run in idle if run.status != "finished"], config.gpus_per_run * config.launcher.nodes)
+    if config.launcher.kind == "local":
+        return launch(idle, torchrun(config.gpus_per_run), slots_for(idle, config), config.retry_failed)
+    tries, failures = to_start(idle, config.retry_failed)
+    folder = Path(config.launcher.job_dir or runs[0].run_dir.parent / "jobs")
+    for run, job in submit(tries, config.launcher, config.gpus_per_run, folder).items():
+        print(f"{run.id}: job {job.id}")
+        jobs[run] = job
+    return failures + (wait_for(runs, jobs) if wait else [])
+
+
+def slots_for(runs: Sequence[Run], config: Any) -> list[dict[str, str]]:
+    unfinished = sum(run.status != "finished" for run in runs)
+    return make_slots(config.gpus_per_run, config.runs_at_once, visible_gpus(), available_cores(), unfinished)
+
+
+def refuse_untrainable(runs: list[Run], processes: int) -> None:
+    """Raises ValueError for what train.py would refuse in every run: a model, or data that are missing or don't fit."""
+    import torch
+
+    from eval.sweep_plan import check_buildable
+    from train import open_data
+    from training.distributed import Process
+
+    runs = [run for run in runs if run.script == Run.script]
+    check_buildable(runs)
+    seen = set()
+    for run in runs:
+        config = OmegaConf.create(dict(run.config))
+        key = json.dumps([run.config[name] for name in ("data", "train", "validation")] + [config.model.vocab_size])
+        if key not in seen:
+            seen.add(key)
+            open_data(config, Process(0, processes, torch.device("cpu"), "fp32"))
 
 
 def report(failures: list[Failure]) -> bool:
@@ -60,7 +133,8 @@ def report(failures: list[Failure]) -> bool:
     for failure in failures:
         print(f"\n{failure}", file=sys.stderr)
     if failures:
-        print(f"\n{len(failures)} failed: {', '.join(failure.run.id for failure in failures)}", file=sys.stderr)
+        names = ", ".join(failure.run.id for failure in failures)
+        print(f"\n{len(failures)} failed: {names}; retry_failed=1 starts them again", file=sys.stderr)
     return bool(failures)
 
 

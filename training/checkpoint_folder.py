@@ -65,6 +65,12 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return (list_checkpoints(run_dir) or [None])[-1]
 
 
+def check_not_moved(run_dir: Path, folder: Path | None) -> None:
+    """Raises ValueError when the newest checkpoint is no longer `folder`: another process has trained the run since."""
+    if latest_checkpoint(run_dir) != folder:
+        raise ValueError(f"another process trained run_dir={run_dir} while this one started; start this one again")
+
+
 def validation_of(train_length: int, losses: Mapping[int, float] | None) -> dict[str, Any]:
     """What validation.json says; the loss is null while the validation is still to be made."""
     by_length = None if losses is None else {str(length): loss for length, loss in losses.items()}

@@ -119,7 +119,9 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
     else:
         keep_freed_memory()
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if local_ranks > 1:  # torchrun says one thread each; torch's own default would be all cores each
+        if threads := os.environ.get("THREADS_PER_PROCESS"):  # of a sweep, whose runs share the cores
+            torch.set_num_threads(int(threads))
+        elif local_ranks > 1:  # torchrun says one thread each; torch's own default would be all cores each
             torch.set_num_threads(max(1, available_cores() // local_ranks))
     if precision == "auto":
         precision = "bf16" if fast_bf16(place) else "fp32"

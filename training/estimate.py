@@ -106,6 +106,19 @@ def rows_per_device(config: Any, devices: int) -> int:
     return per_step // (length * devices)
 
 
+def run_flops(config: Any, model: GPT) -> tuple[float, float]:
+    """Floating-point operations of a whole run's training and of all its validations; the model may be on "meta"."""
+    train, validation = config.train, config.validation
+    training = train.steps * train.tokens_per_step * flops_per_token(model, train.length, backward=True)
+    once = sum(validation.tokens * flops_per_token(model, length, backward=False) for length in validation.lengths)
+    return training, validations(config) * once
+
+
+def validations(config: Any) -> int:
+    """How often a run validates: also before the first step and after the last."""
+    return -(-config.train.steps // config.validation.every) + 1
+
+
 def describe_run(config: Any) -> str:
     """The dry run: all of the above as text, for CPU and CUDA unless config.device names one of them.
 
@@ -117,14 +130,10 @@ def describe_run(config: Any) -> str:
         raise ValueError(f"estimate.utilisation={config.estimate.utilisation} must lie in (0, 1]")
     if not config.estimate.peak_tflops > 0:
         raise ValueError(f"estimate.peak_tflops={config.estimate.peak_tflops} must be above 0")
-    model, train, validation = build_model(config), config.train, config.validation
+    model, train = build_model(config), config.train
     tokens = train.steps * train.tokens_per_step
     micro = micro_batch_rows(rows, train.length, train.micro_batch_tokens)
-    training = tokens * flops_per_token(model, train.length, backward=True)
-    times = -(-train.steps // validation.every) + 1
-    validating = times * sum(
-        validation.tokens * flops_per_token(model, length, backward=False) for length in validation.lengths
-    )
+    training, validating = run_flops(config, model)
     speed = devices * config.estimate.utilisation * config.estimate.peak_tflops * 1e12
     lines = {
         "model": f"{config.model.name}, {config.position.name}, {train.length:,} tokens a sequence",
@@ -132,7 +141,7 @@ def describe_run(config: Any) -> str:
         "steps": f"{train.steps:,} of {train.tokens_per_step:,} tokens",
         "tokens": f"{tokens:,}",
         "devices": f"{devices}, each {rows} sequences a step: {rows // micro} forward passes of {micro}",
-        "FLOPs": f"{training:.3g} to train, {validating:.3g} for {times} validations",
+        "FLOPs": f"{training:.3g} to train, {validating:.3g} for {validations(config)} validations",
         "hours": f"{(training + validating) / speed / 3600:.2f} at {config.estimate.utilisation:.0%} of "
         f"{config.estimate.peak_tflops:g} TFLOP/s a device",
     }

@@ -69,8 +69,8 @@ def check_run_dir(run_dir: Path, config: Any) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir} is a file; choose a folder")
     if not (run_dir / CONFIG).exists():
-        # child.log is a sweep's, and a first start may have been cut before it had written its config
-        ours = ("child.log", LOG, CONFIG + ".partial")
+        # the first three are a sweep's, and a first start may have been cut before it had written its config
+        ours = ("child.log", "failure.json", "job.json", LOG, CONFIG + ".partial")
         strangers = [path.name for path in run_dir.glob("*") if path.name not in ours]
         if strangers:
             raise ValueError(f"run_dir={run_dir} holds {min(strangers)} but no {CONFIG}; choose another run_dir")

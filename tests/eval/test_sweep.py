@@ -1,12 +1,11 @@
 """Experiments and sweeps, with a small script in the place of train.py."""
 
-import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from textwrap import dedent
 
@@ -14,61 +13,19 @@ import pytest
 from omegaconf import OmegaConf
 
 from configs.command import compose
+from eval.child import locked_log, remembered_failure
 from eval.experiment import Run, expand, read_experiment, refuse_changed, select
-from eval.sweep import launch, make_slots, status_table, torchrun
+from eval.sweep import in_order, launch, make_slots, status_table, torchrun
+from tests.fake_train import STEPS, fake_train, make_runs, starts, wait_for
 
-STEPS = 20
 ONE_SLOT = [{"OMP_NUM_THREADS": "1"}]
-# Does what its row says, as train.py would: appends metrics, saves the last checkpoint as its last act.
-FAKE_TRAIN = """
-    import json, os, sys, time
-    from pathlib import Path
-    run_dir, steps = Path(sys.argv[1]), int(sys.argv[2])
-    row = run_dir.name.rpartition("-")[0]
-    (run_dir / "starts").open("a").write("start\\n")
-    (run_dir / "config.yaml").write_text("seed: 0\\n")
-    if row == "fails":
-        print(*[f"line {n}" for n in range(100)], "the reason", sep="\\n")
-        print("E1130 12:00:00.123 77 /x/torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)")
-        print(*["torchrun's own words"] * 40, sep="\\n")
-        sys.exit(3)
-    if row == "sleeps":
-        (run_dir / "pid").write_text(str(os.getpid()))
-        time.sleep(60)
-    if row in ("left", "right"):  # each waits until the other one is there too
-        other = run_dir.parent / {"left": "right-seed0", "right": "left-seed0"}[row] / "starts"
-        while not other.exists():
-            time.sleep(0.01)
-    with (run_dir / "metrics.jsonl").open("w") as metrics:
-        for step in range(1, steps + 1):
-            time.sleep(0.04 if row == "slow" else 0)
-            print(json.dumps({"step": step, "tokens": 10 * step, "train/loss": 5 / step}), file=metrics, flush=True)
-        print(json.dumps({"step": steps, "tokens": 10 * steps, "val/loss_256": 1.5}), file=metrics)
-    if row != "forgets":
-        (run_dir / "checkpoints" / f"step_{steps:06d}").mkdir(parents=True)
-"""
 
 
 @pytest.fixture
 def runs_of(tmp_path, monkeypatch):
     """Makes runs with the given rows in an empty working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "fake_train.py").write_text(dedent(FAKE_TRAIN))
-    config = {"train": {"steps": STEPS, "tokens_per_step": 10}, "validation": {"lengths": [256]}}
-
-    def make(*rows: str) -> list[Run]:
-        return [Run(row, 0, {"position": row}, (), Path("runs", f"{row}-seed0"), config) for row in rows]
-
-    return make
-
-
-def fake_train(run: Run) -> list[str]:
-    return [sys.executable, "fake_train.py", str(run.run_dir), str(STEPS)]
-
-
-def starts(run: Run) -> int:
-    path = run.run_dir / "starts"
-    return len(path.read_text().split()) if path.exists() else 0
+    return make_runs
 
 
 def description(**changes) -> dict:
@@ -200,7 +157,9 @@ def test_a_failing_run_is_named_with_the_last_lines_of_its_log_while_the_others_
     (failure,) = launch(runs, fake_train, ONE_SLOT)
     assert (failure.run, failure.returncode, other.status) == (failing, 3, "finished")
     lines = str(failure).splitlines()
-    assert lines[0] == "fails-seed0 failed with exit code 3; the end of runs/fails-seed0/child.log:"
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    first = rf"fails-seed0 failed with exit code 3 at {when}; the end of runs/fails-seed0/child\.log:"
+    assert re.fullmatch(first, lines[0])
     assert lines[1:] == [f"line {n}" for n in range(86, 100)] + ["the reason"]  # without torchrun's own report
 
 
@@ -225,57 +184,144 @@ def test_without_a_terminal_progress_is_a_few_plain_lines_with_rate_and_remainin
 
 def test_a_run_that_another_process_trains_is_refused_before_anything_starts(runs_of):
     free, taken = runs = runs_of("free", "taken")
-    taken.run_dir.mkdir(parents=True)
-    with (taken.run_dir / "child.log").open("w") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="taken-seed0 is being trained by another process"):
-            launch(runs, fake_train, ONE_SLOT)
+    with locked_log(taken), pytest.raises(ValueError, match="taken-seed0 is being trained by another process"):
+        launch(runs, fake_train, ONE_SLOT)
     assert starts(free) == 0
+
+
+def start_sweep(run: Run, folder: Path) -> subprocess.Popen:
+    """A sweep of one run in a process of its own, once its child is at work."""
+    driver = f"""
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the test itself runs in the background
+        from eval.sweep import launch
+        from tests.fake_train import fake_train, make_runs
+        launch(make_runs("{run.row}"), fake_train, [{{}}])
+    """
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    sweep = subprocess.Popen(
+        [sys.executable, "-c", dedent(driver)], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: (run.run_dir / "pid").exists() and (run.run_dir / "pid").read_text())
+    return sweep
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_children_and_leaves_the_run_resumable(runs_of, tmp_path, signum, code):
     (run,) = runs_of("sleeps")
-    driver = f"""
-        import signal, sys
-        from pathlib import Path
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the test itself runs in the background
-        from eval.experiment import Run
-        from eval.sweep import launch
-        config = {dict(run.config)}
-        run = Run("sleeps", 0, {{}}, (), Path("runs/sleeps-seed0"), config)
-        launch([run], lambda run: [sys.executable, "fake_train.py", str(run.run_dir), "{STEPS}"], [{{}}])
-    """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    sweep = subprocess.Popen(
-        [sys.executable, "-c", dedent(driver)], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    pid_file = run.run_dir / "pid"
-    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    sweep = start_sweep(run, tmp_path)
     sweep.send_signal(signum)
-    _, said = sweep.communicate(timeout=10)
+    _, said = sweep.communicate(timeout=60)
     assert sweep.returncode == code
     assert "the same command goes on" in said
     assert "Traceback" not in said
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
+    assert not is_alive(int((run.run_dir / "pid").read_text()))
     assert run.status == "interrupted"
+    assert remembered_failure(run) is None
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in 20 s"
-        time.sleep(0.02)
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs util-linux")
+def test_a_child_does_not_outlive_a_sweep_that_is_killed_outright(runs_of, tmp_path):
+    (run,) = runs_of("sleeps")
+    sweep = start_sweep(run, tmp_path)
+    sweep.kill()
+    sweep.communicate(timeout=60)
+    wait_for(lambda: not is_alive(int((run.run_dir / "pid").read_text())))
+
+
+def test_a_child_that_did_outlive_its_sweep_keeps_others_out(runs_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no setpriv
+    (run,) = runs_of("sleeps")
+    sweep = start_sweep(run, tmp_path)
+    sweep.kill()
+    sweep.communicate(timeout=60)
+    pid = int((run.run_dir / "pid").read_text())
+    assert is_alive(pid)
+    assert list(status_table([run], {})["status"]) == ["running"]
+    with pytest.raises(ValueError, match="sleeps-seed0 is being trained by another process"):
+        launch([run], fake_train, ONE_SLOT)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: list(status_table([run], {})["status"]) == ["interrupted"])
+
+
+def test_a_failed_run_stays_failed_until_it_is_asked_to_be_retried(runs_of, capfd):
+    failing, other = runs = runs_of("fails", "works")
+    launch(runs, fake_train, ONE_SLOT)
+    assert list(status_table(runs, {})["status"]) == ["failed", "finished"]
+    (failure,) = launch(runs, fake_train, ONE_SLOT)
+    assert (failure.run, failure.returncode, starts(failing), starts(other)) == (failing, 3, 1, 1)
+    assert str(failure).endswith("\nthe reason")
+    assert "starts" not in capfd.readouterr().err.split("FAILED")[1].replace("works-seed0: starts", "")
+    launch(runs, fake_train, ONE_SLOT, retry_failed=1)
+    assert starts(failing) == 2
+
+
+def test_a_run_that_fails_once_is_finished_by_one_retry_after_the_others(runs_of, capfd):
+    runs = runs_of("fails_once", "works")
+    assert launch(runs, fake_train, ONE_SLOT, retry_failed=1) == []
+    assert [run.status for run in runs] == ["finished", "finished"]
+    said = capfd.readouterr().err.splitlines()
+    order = [line for line in said if "starts" in line or "resumes" in line]
+    assert order == ["fails_once-seed0: starts", "works-seed0: starts", "fails_once-seed0: resumes"]
+    assert list(status_table(runs, {})["status"]) == ["finished", "finished"]
+
+
+def test_a_run_that_keeps_failing_is_started_as_often_as_asked_and_named_once(runs_of):
+    (failing,) = runs_of("fails")
+    assert len(launch([failing], fake_train, ONE_SLOT, retry_failed=2)) == 1
+    assert starts(failing) == 3
+
+
+def test_a_failed_run_that_was_trained_further_by_hand_is_no_longer_failed(runs_of):
+    (failing,) = runs_of("fails")
+    launch([failing], fake_train, ONE_SLOT)
+    (failing.run_dir / "log.txt").write_text("steps 0 to 20")
+    later = (failing.run_dir / "failure.json").stat().st_mtime + 10
+    os.utime(failing.run_dir / "log.txt", (later, later))
+    assert list(status_table([failing], {})["status"]) == ["interrupted"]
+
+
+def test_a_damaged_record_of_a_failure_is_named(runs_of):
+    (run,) = runs_of("rope")
+    run.run_dir.mkdir(parents=True)
+    (run.run_dir / "failure.json").write_text("{")
+    with pytest.raises(ValueError, match=r"rope-seed0/failure\.json is damaged .*delete it"):
+        launch([run], fake_train, ONE_SLOT)
+
+
+def test_a_negative_number_of_retries_is_refused(runs_of):
+    with pytest.raises(ValueError, match="retry_failed=-1 must be at least 0"):
+        launch(runs_of("rope"), fake_train, ONE_SLOT, retry_failed=-1)
+
+
+def test_runs_start_seed_by_seed_or_as_the_axes_say():
+    runs = expand(read_experiment(description(axes={"position": ["rope", "alibi"]}, seeds=[1, 0])), lambda _: {})
+    by_seed = ["rope-seed1", "alibi-seed1", "rope-seed0", "alibi-seed0"]
+    assert [run.id for run in in_order(runs, "seeds")] == by_seed
+    assert [run.id for run in in_order(runs, "axes")] == ["rope-seed1", "rope-seed0", "alibi-seed1", "alibi-seed0"]
+    with pytest.raises(ValueError, match="order=size is unknown; choose one of: seeds, axes"):
+        in_order(runs, "size")
 
 
 def test_the_status_table_has_step_and_last_losses(runs_of):
-    done, _ = runs = runs_of("done", "missing")
+    done, _, queued = runs = runs_of("done", "missing", "queued")
     launch([done], fake_train, ONE_SLOT)
-    table = status_table(runs)
-    assert list(table["status"]) == ["finished", "missing"]
-    assert list(table["step"]) == ["20/20", "0/20"]
+    table = status_table(runs, {queued: "pending (job 7)"})
+    assert list(table["status"]) == ["finished", "missing", "pending (job 7)"]
+    assert list(table["step"]) == ["20/20", "0/20", "0/20"]
     assert next(iter(table["train/loss"])) == pytest.approx(0.25)
+
+
+def threads(count: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": f"{count}", "THREADS_PER_PROCESS": f"{count}"}
 
 
 def test_slots_share_gpus_or_cores():
@@ -283,10 +329,10 @@ def test_slots_share_gpus_or_cores():
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "5,7"},
     ]
-    assert make_slots(1, "auto", [], cores=8, n_runs=1) == [{"OMP_NUM_THREADS": "8"}]
-    assert make_slots(1, "auto", [], cores=8, n_runs=3) == [{"OMP_NUM_THREADS": "2"}] * 3
-    assert make_slots(1, "auto", [], cores=2, n_runs=6) == [{"OMP_NUM_THREADS": "1"}] * 2
-    assert make_slots(2, 2, [], cores=8, n_runs=6) == [{"OMP_NUM_THREADS": "2"}] * 2
+    assert make_slots(1, "auto", [], cores=8, n_runs=1) == [threads(8)]
+    assert make_slots(1, "auto", [], cores=8, n_runs=3) == [threads(2)] * 3
+    assert make_slots(1, "auto", [], cores=2, n_runs=6) == [threads(1)] * 2
+    assert make_slots(2, 2, [], cores=8, n_runs=6) == [threads(2)] * 2
 
 
 @pytest.mark.parametrize(

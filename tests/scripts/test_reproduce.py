@@ -98,7 +98,7 @@ def test_a_failed_run_is_missing_in_the_tables_and_named_and_makes_the_exit_code
     assert rows["rope"]["mean"] == [1.0625, 1.25, 2.0]
     said = capsys.readouterr().err
     assert "alibi-seed0 failed with exit code 1; the end of runs/trial/alibi-seed0/child.log:\nthe reason" in said
-    assert said.endswith("1 failed: alibi-seed0\n")
+    assert said.endswith("1 failed: alibi-seed0; retry_failed=1 starts them again\n")
 
 
 def test_runs_left_out_by_only_are_missing_and_not_trained(pretend, tmp_path):

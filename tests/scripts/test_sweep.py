@@ -16,9 +16,11 @@ def sweep(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 def test_plan_prints_the_six_runs_of_the_quickstart_and_writes_nothing(tmp_path):
     done = sweep("experiment=quickstart", "plan=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    runs = [line.partition("-seed0: missing, ")[0] for line in done.stdout.splitlines() if "seed0: missing" in line]
-    assert runs == ["rope", "p_rope", "nope", "alibi", "logn_p_rope", "scale_invariant_p_rope"]
+    rows = [line.split() for line in done.stdout.splitlines() if "missing" in line]
+    schemes = ["rope", "p_rope", "nope", "alibi", "logn_p_rope", "scale_invariant_p_rope"]
+    assert [row[:4] for row in rows] == [[f"{name}-seed0", "missing", "3,276,800", "3,276,800"] for name in schemes]
     assert "position=alibi seed=0 run_dir=runs/quickstart/alibi-seed0" in done.stdout
+    assert "6 runs, 6 to train; 19,660,800 tokens, 19,660,800 left" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -33,9 +35,22 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(tmp_path):
         "experiment=tabel1": "experiment=tabel1 is unknown; choose one of:",
         "only=[yarn]": "only=yarn matches no run",
         "scale=full": "scale=full is not defined for experiment=quickstart; choose one of: proxy",
+        "order=size": "order=size is unknown; choose one of: seeds, axes",
+        "launcher=cloud": "launcher=cloud is unknown; choose one of: local, slurm, submitit_local",
     }.items():
         done = sweep(argument, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(f"error: {words}")
         assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_train_py_would_refuse_is_refused_before_anything_starts(tmp_path):
+    for arguments, words in {
+        ("only=[rope]",): "data.dir=data/shards/sotu_bytes: no such folder; make it:",
+        ("only=[alibi]", "overrides=[position.logits.slopes=-1]"): "alibi-seed0: position.logits.slopes",
+    }.items():
+        done = sweep(*arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {words}"), done.stderr
     assert list(tmp_path.iterdir()) == []
