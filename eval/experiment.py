@@ -89,8 +89,10 @@ class Run:
     @property
     def record(self) -> Path:
         """The folder that holds its config and measurements: `run_dir`, or without a run there what was kept of it."""
-        kept = self.kept_dir is not None and (self.kept_dir / "config.yaml").is_file()
-        return self.kept_dir if kept and run_status(self.run_dir, self.steps) == "missing" else self.run_dir
+        kept = self.kept_dir
+        if kept is None or not (kept / "config.yaml").is_file() or run_status(self.run_dir, self.steps) != "missing":
+            return self.run_dir
+        return kept
 
     @property
     def status(self) -> str:
@@ -170,7 +172,7 @@ def expand(experiment: Experiment, compose: Callable[[list[str]], Mapping[str, A
     """Every run of an experiment: the product of the axes in their order, then of the seeds.
 
     `compose` turns arguments of train.py into its resolved config (plain values) and raises ValueError for wrong ones.
-    Raises ValueError when two runs would share a folder.
+    Raises ValueError when two runs would share a folder, or the experiment's reference is no row of it.
     """
     runs = []
     for values in itertools.product(*experiment.axes.values()):
@@ -186,6 +188,12 @@ def expand(experiment: Experiment, compose: Callable[[list[str]], Mapping[str, A
     if doubles := sorted({run_id for run_id in ids if ids.count(run_id) > 1}):
         raise ValueError(
             f"experiment={experiment.name} names the run {doubles[0]} twice; make its axes and seeds distinct"
+        )
+    rows = list(dict.fromkeys(run.row for run in runs))
+    if experiment.reference is not None and experiment.reference not in rows:
+        raise ValueError(
+            f"experiment.reference={experiment.reference} is no row of experiment={experiment.name}; choose one of: "
+            f"{', '.join(rows)}"
         )
     return runs
 

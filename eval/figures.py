@@ -99,11 +99,11 @@ def loss_by_position(losses: pd.DataFrame, table: Table) -> Figure:
         curves = {}
         for row_id, style in _styles(table).items():
             chosen = losses[(losses["row"] == row_id) & (losses["length"] == length)]
-            ranges = chosen.groupby(["start", "end"], as_index=False)["loss"].mean()
-            if len(ranges):
-                context = _context(ranges["start"], ranges["end"])
-                panel.plot(context, ranges["loss"], label=table.rows[row_id].name, **style)
-                curves[row_id] = ranges["loss"].to_numpy()
+            ranges = chosen.groupby(["start", "end"])["loss"].agg(["mean"]).reset_index()
+            start, end, mean = ranges.to_numpy(dtype=float).T
+            if len(mean):
+                panel.plot(_context(start, end), mean, label=table.rows[row_id].name, **style)
+                curves[row_id] = mean
         note = _limit(panel, curves, table)
         panel.set_title(f"evaluated at {length:,} tokens{note}", fontsize=FONT_SIZE)
         _context_axis(panel, length, table.train_lengths)
@@ -171,7 +171,7 @@ def _curve(history: pd.DataFrame, row_id: str, length: int) -> list[np.ndarray]:
     return list(seeds.to_numpy(dtype=float).T)
 
 
-def _context(start: Any, end: Any) -> Any:
+def _context(start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """The geometric middle of the contexts, start + 1 to end tokens, of a range of positions."""
     return np.sqrt((start + 1.0) * end)
 

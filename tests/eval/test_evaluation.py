@@ -91,5 +91,10 @@ def test_losses_by_position_are_a_row_a_range_of_positions(tmp_path: Path):
     losses = losses_by_position(runs)
     assert set(losses["seed"]) == {0, 1}
     first = losses[(losses["seed"] == 1) & (losses["length"] == 8)]
-    assert first[["start", "end", "loss"]].to_numpy().tolist() == [[0, 1, 3], [1, 2, 4], [2, 4, 5], [4, 8, 6]]
+    assert [list(row) for row in zip(first["start"], first["end"], first["loss"], strict=True)] == [
+        [0, 1, 3],
+        [1, 2, 4],
+        [2, 4, 5],
+        [4, 8, 6],
+    ]
     assert set(losses["row"]) == {"rope"}

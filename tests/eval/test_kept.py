@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from configs.command import compose
 from eval import kept
@@ -21,8 +22,7 @@ def make_run(folder: Path, *words: str, finished: bool = True) -> Run:
     """A run of the proxy with all that may lie in its folder."""
     run_dir = folder / "runs" / "rope-seed0"
     config = compose("train", ["experiment=proxy", f"run_dir={run_dir}", *words])
-    container = OmegaConf.to_container(config)
-    assert isinstance(container, dict)
+    container = plain(config)
     write_config(run_dir, config)
     lines = [{"step": step, "tokens": 8192 * step, "train/loss": 1 / step} for step in range(1, STEPS + 1)]
     lines += [{"step": step, "tokens": 8192 * step, "val/loss_256": 2.5} for step in (0, 200, STEPS)]
@@ -33,6 +33,10 @@ def make_run(folder: Path, *words: str, finished: bool = True) -> Run:
     if finished:
         (run_dir / "checkpoints" / f"step_{STEPS:06d}").mkdir(parents=True)
     return Run("rope", 0, {"position": "rope"}, (), run_dir, container, folder / "results" / "runs" / "rope-seed0")
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(config))
 
 
 def only_kept(run: Run) -> Run:
@@ -117,8 +121,8 @@ def test_a_kept_run_of_another_configuration_is_refused_but_not_one_whose_data_l
     refuse_changed([run])
 
     def now(*words: str) -> Run:
-        config = OmegaConf.to_container(compose("train", ["experiment=proxy", f"run_dir={run.run_dir}", *words]))
-        return Run("rope", 0, {}, (), run.run_dir, config, run.kept_dir)  # pyright: ignore[reportArgumentType]
+        config = plain(compose("train", ["experiment=proxy", f"run_dir={run.run_dir}", *words]))
+        return Run("rope", 0, {}, (), run.run_dir, config, run.kept_dir)
 
     refuse_changed([now("data.dir=data/tiny")])
     with pytest.raises(

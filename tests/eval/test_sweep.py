@@ -117,6 +117,22 @@ def test_two_runs_in_one_folder_are_refused():
         expand(read_experiment(description(axes={"position": ["rope", "rope"]}, seeds=[0])), lambda _: {})
 
 
+def test_a_reference_that_is_no_row_is_refused_before_anything_starts():
+    known = description(axes={"position": ["rope", "alibi"]}, reference="alibi")
+    assert read_experiment(known).reference == "alibi"
+    with pytest.raises(ValueError, match=r"experiment\.reference=yarn is no row of .*; choose one of: rope, alibi"):
+        expand(read_experiment(description(axes={"position": ["rope", "alibi"]}, reference="yarn")), lambda _: {})
+
+
+def test_what_is_measured_is_kept_by_scale_and_of_trials_not_at_all():
+    assert read_experiment(description(runs_in="4k")).kept_in == Path("results/runs/4k")
+    small = read_experiment(description(runs_in="4k", scale="proxy"))
+    assert small.kept_in == Path("results/proxy/runs/4k")
+    assert expand(small, lambda _: {})[0].kept_dir == Path("results/proxy/runs/4k/rope-tau_1-seed0")
+    for trial in ({"fast": True}, {"name": "mine"}):
+        assert expand(read_experiment(description(**trial)), lambda _: {})[0].kept_dir is None
+
+
 def test_only_selects_by_axis_value_or_run_id_and_refuses_the_unknown():
     runs = expand(read_experiment(description()), lambda _: {})
     assert {run.axes["position"] for run in select(runs, ["rope"])} == {"rope"}
