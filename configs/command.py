@@ -25,7 +25,7 @@ CONFIGS = Path(__file__).resolve().parent
 SLOT_KEY = re.compile(r"^(?=position\.(rotary|query_scale|logits|core)\.\w+=)")
 
 # Free text, which is taken as it is: any quotes, brackets, commas and ${...} are the user's own.
-TEXT_KEYS = {"generate": ("prompt",)}
+TEXT_KEYS = {"generate": ("prompt",), "report": ("title",)}
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:

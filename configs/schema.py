@@ -123,6 +123,7 @@ class EvaluateConfig:
     data_dir: str | None = None
     step: int | str | None = None
     micro_batch_tokens: int = MISSING
+    plot: bool = MISSING
     device: str = MISSING
     precision: str = MISSING
 
@@ -305,6 +306,14 @@ class BenchTrainConfig:
     out: str = MISSING
 
 
+@dataclass
+class ReportConfig:
+    run_dirs: list[str] = MISSING
+    out: str = MISSING
+    title: str | None = None
+    pictures: bool = MISSING
+
+
 SCHEMAS: dict[str, type] = {
     "sweep": SweepConfig,
     "reproduce": ReproduceConfig,
@@ -318,6 +327,7 @@ SCHEMAS: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
     "needle": NeedleConfig,
+    "report": ReportConfig,
     "show_position": ShowPositionConfig,
 }
 

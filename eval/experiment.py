@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from eval.runs import load_config, run_status
 
-KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in", "measure", "fast_needle"}
+KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in", "measure", "reference", "fast_needle"}
 SCALE_KEYS = {"arguments", "prepare", "published", "needle", "prepare_needle"}
 
 
@@ -23,7 +23,9 @@ class Experiment:
     """A named set of runs. `shared` are the arguments of all runs.
 
     `folder` is its place below results/, `runs_in` that of its runs below runs/: experiments may have runs in common.
-    `measure` says what is measured of a trained run, `needle` are the arguments of scripts/needle.py for that.
+    `measure` says what is measured of a trained run, `reference` the row that the others are compared with. `kept_in`
+    is where what was measured of its runs is kept, None for a trial (a run that is fast or has a name). `needle` are
+    the arguments of scripts/needle.py, where that is what is measured, and `prepare_needle` prepares its haystacks.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Experiment:
     prepare: tuple[str, ...] = ()
     published: str | None = None
     measure: str = "loss"
+    reference: str | None = None
+    kept_in: Path | None = None
     needle: tuple[str, ...] = ()
     prepare_needle: tuple[str, ...] = ()
 
@@ -47,7 +51,10 @@ class Experiment:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One training run: `row` names its combination of axis values, `config` is what train.py will resolve."""
+    """One training run: `row` names its combination of axis values, `config` is what train.py will resolve.
+
+    `kept_dir` is where `eval.kept` copies its config and measurements once it is finished.
+    """
 
     row: str
     seed: int
@@ -55,6 +62,7 @@ class Run:
     overrides: tuple[str, ...]
     run_dir: Path
     config: Mapping[str, Any] = field(repr=False)
+    kept_dir: Path | None = None
 
     @property
     def id(self) -> str:
@@ -75,9 +83,15 @@ class Run:
         return list(self.config["validation"]["lengths"])
 
     @property
+    def record(self) -> Path:
+        """The folder that holds its config and measurements: `run_dir`, or without a run there what was kept of it."""
+        kept = self.kept_dir is not None and (self.kept_dir / "config.yaml").is_file()
+        return self.kept_dir if kept and run_status(self.run_dir, self.steps) == "missing" else self.run_dir
+
+    @property
     def status(self) -> str:
-        """`missing`, `interrupted` or `finished`, from what is on the disk."""
-        return run_status(self.run_dir, self.steps)
+        """`missing`, `interrupted` or `finished`, from what is on the disk; what is kept was finished."""
+        return run_status(self.run_dir, self.steps) if self.record == self.run_dir else "finished"
 
 
 def read_experiment(config: Mapping[str, Any]) -> Experiment:
@@ -109,23 +123,26 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         raise ValueError(f"name={name} must be the name of one folder, such as name=trial")
     scale_name, scale = _chosen_scale(description["scales"], config["scale"], label)
     fast = list(description.get("fast") or []) if config["fast"] else []
+    runs_in = description.get("runs_in") or description["name"]
+    below = "" if scale_name == next(iter(description["scales"])) else scale_name  # the first has no folder of its own
 
     def folder(own: str) -> str:
-        """The first scale has no folder of its own; fast runs are never mixed with others."""
-        below = own if scale_name == next(iter(description["scales"])) else f"{scale_name}/{own}"
-        return config["name"] or (f"{below}-fast" if config["fast"] else below)
+        """Fast runs are never mixed with others."""
+        return config["name"] or str(Path(below, f"{own}-fast" if config["fast"] else own))
 
     return Experiment(
         name=description["name"],
         title=description["title"],
         folder=folder(description["name"]),
-        runs_in=folder(description.get("runs_in") or description["name"]),
+        runs_in=folder(runs_in),
         shared=(*description["base"], *scale["arguments"], *fast, *config["overrides"]),
         axes={key: list(values) for key, values in description["axes"].items()},
         seeds=tuple(description["seeds"]),
         prepare=tuple(scale.get("prepare") or ()),
         published=scale.get("published"),
         measure=description.get("measure", "loss"),
+        reference=description.get("reference"),
+        kept_in=None if config["name"] or config["fast"] else Path("results", below, "runs", runs_in),
         needle=(*(scale.get("needle") or ()), *((description.get("fast_needle") or ()) if config["fast"] else ())),
         prepare_needle=tuple(scale.get("prepare_needle") or ()),
     )
@@ -158,7 +175,8 @@ def expand(experiment: Experiment, compose: Callable[[list[str]], Mapping[str, A
             run_dir = Path("runs", experiment.runs_in, f"{row}-seed{seed}")
             overrides = [*experiment.shared, *(f"{key}={_word(value)}" for key, value in axes.items())]
             overrides += [f"seed={seed}", f"run_dir={run_dir}"]
-            runs.append(Run(row, seed, axes, tuple(overrides), run_dir, compose(overrides)))
+            kept_dir = experiment.kept_in and experiment.kept_in / run_dir.name
+            runs.append(Run(row, seed, axes, tuple(overrides), run_dir, compose(overrides), kept_dir))
     ids = [run.id for run in runs]
     if doubles := sorted({run_id for run_id in ids if ids.count(run_id) > 1}):
         raise ValueError(
@@ -177,17 +195,20 @@ def select(runs: Sequence[Run], only: Iterable[Any]) -> list[Run]:
 
 
 def refuse_changed(runs: Iterable[Run]) -> None:
-    """Raises ValueError when the folder of a run holds a run of another configuration that gives other results."""
+    """Raises ValueError when the folder of a run, or what is kept of it, is of a configuration with other results."""
     started = [run for run in runs if run.status != "missing"]
     if not started:
         return
     from training.run_config import explicit, first_difference  # here, because it loads torch
 
     for run in started:
-        if difference := first_difference(load_config(run.run_dir), explicit(OmegaConf.create(dict(run.config)))):
+        started_with, wanted = load_config(run.record), explicit(OmegaConf.create(dict(run.config)))
+        if run.record != run.run_dir:  # perhaps of another machine, where the data lie elsewhere
+            started_with.data.dir, wanted.data.dir = (Path(each.data.dir).name for each in (started_with, wanted))
+        if difference := first_difference(started_with, wanted):
             key, was, now = difference
             raise ValueError(
-                f"{run.run_dir} was made with {key}={_word(was)}, but would now be run with {key}={_word(now)}; "
+                f"{run.record} was made with {key}={_word(was)}, but would now be run with {key}={_word(now)}; "
                 "choose another name=... or delete that directory"
             )
 

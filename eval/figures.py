@@ -1,4 +1,4 @@
-"""Figures of validation loss: over training steps, one panel a length, and over evaluation length.
+"""Figures of validation loss: over training steps, over evaluation length, and over the position in a sequence.
 
 Every scheme has one colour and one marker in all figures (after Okabe and Ito's palette, told apart by colour-blind
 readers); the scale-invariant ones are drawn stronger. A scheme far above the others leaves its panel at the top, with
@@ -6,7 +6,7 @@ its final value in the panel's title, so that the rest stay apart.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from eval.loss import PositionLoss
 from eval.tables import Table
 
 STYLES: dict[str, tuple[str, str, str]] = {  # colour, marker, line style
@@ -87,10 +88,48 @@ def by_length(table: Table, label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
+def loss_by_position(losses: pd.DataFrame, table: Table) -> Figure:
+    """One panel an evaluation length, one curve a scheme: loss over the tokens of context, the mean of the seeds.
+
+    `losses` is that of `eval.evaluation.losses_by_position`; names, order and lengths come from `table`. Position p
+    has p + 1 tokens of context; each range of positions stands at the geometric middle of its contexts.
+    """
+    figure, panels = _panels(len(table.lengths))
+    for panel, length in zip(panels, table.lengths, strict=True):
+        curves = {}
+        for row_id, style in _styles(table).items():
+            chosen = losses[(losses["row"] == row_id) & (losses["length"] == length)]
+            ranges = chosen.groupby(["start", "end"], as_index=False)["loss"].mean()
+            if len(ranges):
+                context = _context(ranges["start"], ranges["end"])
+                panel.plot(context, ranges["loss"], label=table.rows[row_id].name, **style)
+                curves[row_id] = ranges["loss"].to_numpy()
+        note = _limit(panel, curves, table)
+        panel.set_title(f"evaluated at {length:,} tokens{note}", fontsize=FONT_SIZE)
+        _context_axis(panel, length, table.train_lengths)
+    panels[0].set_ylabel("validation loss (nats per token)", fontsize=FONT_SIZE)
+    _legend(figure, panels[0])
+    return figure
+
+
+def position_curves(by_position: Mapping[int, PositionLoss], train_length: int, title: str) -> Figure:
+    """Of one run: loss over the tokens of context, one curve an evaluation length."""
+    figure, (axes,) = _panels(1)
+    shades = colormaps["viridis"](np.linspace(0, 0.9, len(by_position)))
+    for shade, (length, of_length) in zip(shades, sorted(by_position.items()), strict=True):
+        context = _context(np.array(of_length.edges[:-1]), np.array(of_length.edges[1:]))
+        axes.plot(context, of_length.mean, label=f"{length:,} tokens", color=shade, marker="o", ms=5)
+    axes.set_title(f"{title}, by evaluation length", fontsize=FONT_SIZE)
+    _context_axis(axes, max(by_position), [train_length])
+    axes.set_ylabel("validation loss (nats per token)", fontsize=FONT_SIZE)
+    _legend(figure, axes)
+    return figure
+
+
+def save_figure(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "pdf")) -> list[Path]:
     """Writes `stem`.png (200 dpi) and `stem`.pdf, each whole or not at all; returns the paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "pdf")]
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path in paths:
         partial = path.with_name(f".partial-{path.name}")
         # Without dates in the files, the same numbers give the same bytes.
@@ -130,6 +169,23 @@ def _curve(history: pd.DataFrame, row_id: str, length: int) -> list[np.ndarray]:
     chosen = history[(history["row"] == row_id) & (history["length"] == length)]
     seeds = chosen.groupby("step")["loss"].agg(["mean", "min", "max"]).reset_index()
     return list(seeds.to_numpy(dtype=float).T)
+
+
+def _context(start: Any, end: Any) -> Any:
+    """The geometric middle of the contexts, start + 1 to end tokens, of a range of positions."""
+    return np.sqrt((start + 1.0) * end)
+
+
+def _context_axis(axes: Axes, length: int, train_lengths: Sequence[int]) -> None:
+    """Tokens of context, log2, the training lengths marked."""
+    for train_length in train_lengths:
+        axes.axvline(train_length, color="0.6", lw=1, ls=(0, (4, 3)), zorder=0)
+    axes.set_xscale("log", base=2)
+    ticks = [4**k for k in range(10) if 4**k <= length] if length < 4**8 else [16**k for k in range(6)]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.set_xlabel("tokens of context (dashed: training length)", fontsize=FONT_SIZE)
 
 
 def _limit(panel: Axes, curves: Mapping[str, np.ndarray], table: Table) -> str:

@@ -5,7 +5,7 @@ A `NeedleRun` is one command line of scripts/needle.py with its fixed folder, be
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ Accuracy = dict[str, dict[str, Any]]  # that of needle.json: {length: what `eval
 class NeedleRun(Run):
     """The fine-tuned copy of `parent`; `config` is what scripts/needle.py will resolve."""
 
-    parent: Run
+    parent: Run = field(kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -37,15 +37,29 @@ class NeedleRun(Run):
     def status(self) -> str:
         """`missing`, `interrupted` or `finished`: fine-tuned, and tested on as many samples of each length as asked."""
         trained = super().status
-        return "interrupted" if trained == "finished" and not self.accuracy else trained
+        return "finished" if self.accuracy else "interrupted" if trained == "finished" else trained
+
+    @property
+    def can_start(self) -> bool:
+        """Whether there are weights to start from; of a run that was only kept there are none."""
+        return self.parent.status == "finished" and self.parent.record == self.parent.run_dir
 
     @property
     def accuracy(self) -> Accuracy:
-        """What was found; empty before the test that the config asks for."""
-        path = self.run_dir / "needle.json"
-        accuracy = json.loads(path.read_text())["accuracy"] if path.exists() else {}
-        tested = {int(length): entry["samples"] for length, entry in accuracy.items()}
-        return accuracy if tested == dict.fromkeys(self.lengths, self.config["samples"]) else {}
+        """What the test that the config asks for found, as it stands in the parent's needle.json; else empty."""
+        path = self.parent.record / "needle.json"
+        try:
+            found = json.loads(path.read_text())
+            accuracy, tested = found["accuracy"], (found["task"], found["step"], found["finetuned_from"] is not None)
+            samples = {int(length): entry["samples"] for length, entry in accuracy.items()}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}); delete it, and the run is tested again"
+            ) from error
+        as_asked = tested == (self.config["needle"], self.steps, True)
+        return accuracy if as_asked and samples == dict.fromkeys(self.lengths, self.config["samples"]) else {}
 
 
 def needle_runs(
@@ -64,7 +78,7 @@ def needle_runs(
     for run in runs:
         out_dir = Path(f"{run.run_dir}-needle-seed{run.seed}")
         words = [*experiment.needle, f"run_dir={run.run_dir}", f"out_dir={out_dir}", f"seed={run.seed}"]
-        copies.append(NeedleRun(run.row, run.seed, run.axes, tuple(words), out_dir, compose(words), run))
+        copies.append(NeedleRun(run.row, run.seed, run.axes, tuple(words), out_dir, compose(words), parent=run))
     return copies
 
 
@@ -76,7 +90,7 @@ def collect_needles(experiment: Experiment, runs: Sequence[NeedleRun], command: 
         return [accuracy[str(length)]["mean"] if accuracy else None for length in lengths]
 
     copies = {run.parent: run for run in runs}
-    measure = Measure("acc", _caption(runs[0]), max)
+    measure = Measure("Accuracy", "acc", _caption(runs[0]), max)
     return tabulate(experiment, list(copies), runs[0].lengths, read, measure, command, commit)
 
 

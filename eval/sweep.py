@@ -245,7 +245,7 @@ class _Progress:
 def last_metrics(run: Run) -> dict[str, Any]:
     """The newest value of each key in the last few lines of metrics.jsonl (cheap to poll); empty without a file."""
     metrics: dict[str, Any] = {}
-    with contextlib.suppress(FileNotFoundError), (run.run_dir / "metrics.jsonl").open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), (run.record / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
         for line in file.read().split(b"\n")[:-1]:
             with contextlib.suppress(ValueError):  # the first line may begin before what was read

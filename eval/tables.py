@@ -1,14 +1,15 @@
 """Tables of what runs measured: one row a scheme, one column an evaluation length, mean and standard error.
 
 A run that did not finish is shown as missing, never dropped, and a published figure stands beside ours where the
-experiment names its source in `published.json`.
+experiment names its source in `published.json`. A second table compares each scheme with one of them, seed by seed:
+what the seeds have in common (the initial values) cancels in the differences, so their error is often the smaller one.
 """
 
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,12 @@ class Row:
     @property
     def mean(self) -> Numbers:
         """Mean over the finished seeds of each column; None without any."""
-        return [float(np.mean(values)) if values else None for values in self._columns()]
+        return [_mean(values) for values in self._columns()]
 
     @property
     def stderr(self) -> Numbers:
         """Sample standard deviation / sqrt(number of seeds) of each column; None with fewer than two seeds."""
-        return [
-            float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
-            for values in self._columns()
-        ]
+        return [_stderr(values) for values in self._columns()]
 
     @property
     def finished(self) -> int:
@@ -62,19 +60,38 @@ class Row:
 
 @dataclass(frozen=True)
 class Measure:
-    """What the numbers of a table are: `caption` says it in a sentence, `column` is short for it, `best` min or max."""
+    """What the numbers of a table are: `caption` says it in a sentence, `name` and `column` are short for it.
 
+    `best` is min or max.
+    """
+
+    name: str
     column: str
     caption: str
-    best: Callable[..., float]
+    best: Callable[..., Any]
 
 
-LOSS = Measure("val", "Validation loss in nats per token, by evaluation length in tokens.", min)
+LOSS = Measure("Loss", "val", "Validation loss in nats per token, by evaluation length in tokens.", min)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Number of a scheme minus that of the reference with the same seed, by column: over `seeds` that both have.
+
+    Their mean (None without any), and their sample standard deviation / sqrt(seeds) (None with fewer than two).
+    """
+
+    mean: Numbers
+    stderr: Numbers
+    seeds: list[int]
 
 
 @dataclass(frozen=True)
 class Table:
-    """What an experiment found. `lengths` are the columns, in tokens; `setting`, `command`, `commit` say how."""
+    """What an experiment found. `lengths` are the columns, in tokens; `setting`, `command`, `commit` say how.
+
+    `reference` is the row that the others are compared with.
+    """
 
     experiment: str
     title: str
@@ -84,30 +101,54 @@ class Table:
     setting: str
     command: str
     commit: str | None
+    reference: str | None = None
     measure: Measure = LOSS
 
     @property
     def columns(self) -> list[str]:
         return [f"{self.measure.column}@{length}" for length in self.lengths]
 
+    @property
+    def paired(self) -> dict[str, Paired]:
+        """Every row but the reference, compared with it."""
+        if self.reference is None:
+            return {}
+        reference = self.rows[self.reference]
+        return {
+            row_id: paired_difference(row, reference) for row_id, row in self.rows.items() if row_id != self.reference
+        }
+
+
+def paired_difference(row: Row, reference: Row) -> Paired:
+    """mean_s(d_s) and sd_s(d_s) / sqrt(n) of each column, d_s = loss of `row` - loss of `reference` with the seed s."""
+    by_column = [
+        [ours - theirs for ours, theirs in zip(column, beside, strict=True) if ours is not None and theirs is not None]
+        for column, beside in zip(zip(*row.seeds, strict=True), zip(*reference.seeds, strict=True), strict=True)
+    ]
+    return Paired([*map(_mean, by_column)], [*map(_stderr, by_column)], [*map(len, by_column)])
+
 
 def row_name(run: Run) -> str:
     """The name of a run's row as people write it: `Scale-invariant p-RoPE`, then the other axes as `tau = 1`."""
-    table1 = _published_tables()["table1_val_loss_162m_train4k"]["rows"]
-    schemes = {scheme: row["name"] for scheme, row in table1.items()} | NAMES_BEYOND_TABLE_1
     parts = []
     for key, value in run.axes.items():
-        parts.append(schemes.get(value, str(value)) if key == "position" else f"{key.rsplit('.', 1)[-1]} = {value}")
+        parts.append(scheme_name(str(value)) if key == "position" else f"{key.rsplit('.', 1)[-1]} = {value}")
     return ", ".join(parts)
+
+
+def scheme_name(scheme: str) -> str:
+    """The name of a position scheme as people write it; its id where it is none of ours."""
+    table1 = _published_tables()["table1_val_loss_162m_train4k"]["rows"]
+    return ({known: row["name"] for known, row in table1.items()} | NAMES_BEYOND_TABLE_1).get(scheme, scheme)
 
 
 def history(runs: Iterable[Run]) -> pd.DataFrame:
     """Finite validation losses over training, of unfinished runs too: columns row, seed, step, length, loss (nats)."""
     frames = [pd.DataFrame(columns=["row", "seed", "step", "length", "loss"])]
     for run in runs:
-        if not (run.run_dir / "metrics.jsonl").exists():
+        if not (run.record / "metrics.jsonl").exists():
             continue
-        metrics = read_metrics(run.run_dir)
+        metrics = read_metrics(run.record)
         for length in run.lengths:
             if (key := f"val/loss_{length}") in metrics:
                 frame = pd.DataFrame({"step": metrics["step"], "length": length, "loss": metrics[key]})
@@ -116,7 +157,10 @@ def history(runs: Iterable[Run]) -> pd.DataFrame:
 
 
 def collect(experiment: Experiment, runs: Sequence[Run], command: str, commit: str | None = None) -> Table:
-    """The table of an experiment from its run folders: the validation after the last step of every finished run."""
+    """The table of an experiment from its run folders: the validation after the last step of every finished run.
+
+    Raises ValueError when the experiment's reference is none of its rows.
+    """
     lengths = sorted({length for run in runs for length in run.lengths})
     return tabulate(experiment, runs, lengths, _final_losses, LOSS, command, commit)
 
@@ -144,28 +188,29 @@ def tabulate(
         setting=_setting(experiment, runs),
         command=command,
         commit=commit,
+        reference=_reference(experiment, rows, measure),
         measure=measure,
     )
 
 
 def write_table(table: Table, folder: Path) -> list[Path]:
-    """Writes table.md, .csv, .tex and .json into `folder`, each whole or not at all; returns the paths."""
-    writers = {"md": to_markdown, "csv": to_csv, "tex": to_latex, "json": to_json}
-    return [_write(folder / f"table.{kind}", writer(table)) for kind, writer in writers.items()]
+    """Writes table.md, .csv, .tex, .json and paired.csv into `folder`, each whole or not at all; returns the paths."""
+    writers = {"table.md": to_markdown, "table.csv": to_csv, "table.tex": to_latex, "table.json": to_json}
+    writers["paired.csv"] = to_paired_csv
+    return [_write(folder / name, writer(table)) for name, writer in writers.items()]
 
 
 def to_markdown(table: Table) -> str:
-    """Markdown with human names, the best of each column in bold, and a note on how the table was made."""
-    header, *rows = _grid(table, bold="**{}**", error="{} ± {}")
-    rule = ["---", *["---:"] * (len(header) - 1)]
+    """Markdown with human names, the best of each column in bold, the paired differences, and how both were made."""
     return "\n".join(
         [
             f"# {table.title}",
             "",
             table.measure.caption,
             "",
-            *(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)),
+            *_markdown_rows(_grid(table, bold="**{}**", error="{} ± {}")),
             "",
+            *_paired_markdown(table),
             f"{table.setting}. Made by `{table.command}` at commit {table.commit or 'unknown'}.",
             "",
         ]
@@ -191,13 +236,30 @@ def to_csv(table: Table) -> str:
     return pd.DataFrame(records).to_csv(index=False)
 
 
+def to_paired_csv(table: Table) -> str:
+    """One line a scheme but the reference: of each column the mean difference, its standard error and its seeds."""
+    records = []
+    for row_id, paired in table.paired.items():
+        record: dict[str, Any] = {"scheme": row_id, "name": table.rows[row_id].name, "reference": table.reference}
+        for column, *numbers in zip(table.columns, paired.mean, paired.stderr, paired.seeds, strict=True):
+            mean, stderr, seeds = numbers
+            mean = "missing" if mean is None else str(mean)
+            record |= {column: mean, f"{column}_stderr": stderr, f"{column}_seeds": seeds}
+        records.append(record)
+    return pd.DataFrame(records).to_csv(index=False)
+
+
 def to_json(table: Table) -> str:
-    """The table for programs. null: a missing run, the error of a single seed, a loss that is not finite."""
+    """The table for programs. null: a missing run, the error of a single seed, a loss that is not finite.
+
+    `paired` is {"reference": row id, "rows": {row id: {"mean": [...], "stderr": [...], "seeds": [how many]}}}.
+    """
     rows = {}
     for row_id, row in table.rows.items():
         rows[row_id] = {"mean": row.mean, "stderr": row.stderr, "seeds": row.seeds, "published": row.published}
     whole = {"experiment": table.experiment, "columns": table.columns, "rows": rows}
     whole |= {"command": table.command, "commit": table.commit}
+    whole["paired"] = {"reference": table.reference, "rows": {key: asdict(row) for key, row in table.paired.items()}}
     return json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n"
 
 
@@ -207,7 +269,7 @@ def _grid(table: Table, bold: str, error: str) -> list[list[str]]:
     beside = table.columns if with_published else []
     header = ["", *table.columns, *(f"published {column} (ours minus it)" for column in beside)]
     columns = zip(*(row.mean for row in table.rows.values()), strict=True)
-    bests = [_best(values, table.measure.best) for values in columns]
+    bests = [_best(values, table.measure) for values in columns]
     grid = [header]
     for row in table.rows.values():
         partly = f" ({row.finished} of {len(row.seeds)} seeds)" if 0 < row.finished < len(row.seeds) else ""
@@ -222,30 +284,80 @@ def _grid(table: Table, bold: str, error: str) -> list[list[str]]:
     return grid
 
 
+def _markdown_rows(grid: Sequence[Sequence[str]]) -> list[str]:
+    header, *rows = grid
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+
+
+def _paired_markdown(table: Table) -> list[str]:
+    """The second table, where there is anything to compare; says of how many seeds where it is not all of them."""
+    if table.reference is None or not any(any(paired.seeds) for paired in table.paired.values()):
+        return []
+    grid = [["", *table.columns]]
+    for row_id, paired in table.paired.items():
+        fewer = 0 < max(paired.seeds) < len(table.rows[row_id].seeds)
+        partly = f" ({max(paired.seeds)} of {len(table.rows[row_id].seeds)} seeds)" if fewer else ""
+        cells = (_cell(*cell, "{} ± {}", number="{:+.3f}") for cell in zip(paired.mean, paired.stderr, strict=True))
+        grid.append([table.rows[row_id].name + partly, *cells])
+    of_what = f"{table.measure.name} minus that of {table.rows[table.reference].name} with the same seed"
+    errors = any(error is not None for paired in table.paired.values() for error in paired.stderr)
+    return [f"{of_what}{', mean ± standard error' if errors else ''}.", "", *_markdown_rows(grid), ""]
+
+
 def _beside(published: float | None, stderr: float | None, ours: float | None, error: str) -> str:
     """A published figure, and how far ours is from it."""
     difference = "" if published is None or ours is None else f" ({ours - published:+.3f})"
     return _cell(published, stderr, error, absent="") + difference
 
 
-def _cell(mean: float | None, stderr: float | None, error: str, absent: str = "missing") -> str:
+def _cell(mean: float | None, stderr: float | None, error: str, absent: str = "missing", number: str = "{:.3f}") -> str:
     if mean is None:
         return absent
     if not math.isfinite(mean):
         return "diverged"
-    return f"{mean:.3f}" if stderr is None else error.format(f"{mean:.3f}", f"{stderr:.3f}")
+    return number.format(mean) if stderr is None else error.format(number.format(mean), f"{stderr:.3f}")
 
 
-def _best(values: Iterable[float | None], best: Callable[..., float]) -> str:
+def _best(values: Iterable[float | None], measure: Measure) -> str:
     """The best value as it is shown, so that all that look best are marked."""
-    return f"{best((v for v in values if v is not None and math.isfinite(v)), default=math.nan):.3f}"
+    return f"{measure.best((v for v in values if v is not None and math.isfinite(v)), default=math.nan):.3f}"
 
 
 def _final_losses(run: Run, lengths: Sequence[int]) -> Numbers:
     if run.status != "finished":
         return [None] * len(lengths)
-    last = read_metrics(run.run_dir).set_index("step").loc[run.steps]
+    metrics = read_metrics(run.record).set_index("step")
+    keys = [f"val/loss_{length}" for length in run.lengths]
+    if run.steps not in metrics.index or not set(keys) <= set(metrics.columns):
+        raise ValueError(
+            f"{run.record}/metrics.jsonl lacks the validation at step {run.steps}; delete that directory, and the run "
+            "is trained again"
+        )
+    last = metrics.loc[run.steps]
     return [float(last[f"val/loss_{length}"]) if length in run.lengths else None for length in lengths]
+
+
+def _reference(experiment: Experiment, rows: Mapping[str, Row], measure: Measure) -> str:
+    """The experiment's own, else scale-invariant p-RoPE, else the best at the longest length."""
+    if experiment.reference is not None and experiment.reference not in rows:
+        raise ValueError(
+            f"experiment.reference={experiment.reference} is no row of experiment={experiment.name}; choose one of: "
+            f"{', '.join(rows)}"
+        )
+    chosen = experiment.reference or ("scale_invariant_p_rope" if "scale_invariant_p_rope" in rows else None)
+    longest = {
+        row_id: mean for row_id, row in rows.items() if (mean := row.mean[-1]) is not None and math.isfinite(mean)
+    }
+    return chosen or measure.best(longest or rows, key=lambda row_id: longest.get(row_id, 0.0))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _stderr(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
 def _setting(experiment: Experiment, runs: Sequence[Run]) -> str:

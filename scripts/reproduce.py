@@ -1,9 +1,10 @@
 """An experiment from data to figures: python scripts/reproduce.py experiment=quickstart
 
-Prepares its data, trains its runs (scripts/sweep.py), and writes its tables and figures into results/EXPERIMENT. What
-is done already is skipped, so the same command can be stopped and started at any time. A run that failed is marked as
-missing in the tables, named at the end, and makes the exit code 1. An experiment that only calculates (fig2, fig6) has
-no runs.
+Prepares its data, trains its runs (scripts/sweep.py), evaluates them (scripts/evaluate.py), and writes its tables and
+figures into results/EXPERIMENT and what was measured of each run into results/runs/. What is done already is skipped,
+so the same command can be stopped and started at any time; a run that is kept in results/runs/ needs no training. A run
+that failed is marked as missing in the tables, named at the end, and makes the exit code 1. An experiment that only
+calculates (fig2, fig6) has no runs.
 """
 
 import shlex
@@ -14,12 +15,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
 
+from omegaconf import OmegaConf
+
 from configs.command import command, compose
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
+from eval.evaluation import evaluate_command, lacking, losses_by_position, why_missing
 from eval.experiment import Experiment, Run, select
-from eval.figures import loss_by_length, loss_curves, save_figure
+from eval.figures import loss_by_length, loss_by_position, loss_curves, save_figure
+from eval.kept import keep
 from eval.needle_experiment import by_scheme, collect_needles, needle_runs
 from eval.needle_figure import accuracy_by_length, heat_maps
+from eval.sweep import Failure, available_cores, launch, make_slots, visible_gpus
 from eval.tables import collect, history, to_markdown, write_table
 from scripts.sweep import read_runs, report, train
 
@@ -33,12 +39,19 @@ def main(config: Any) -> None:
     if experiment.measure not in MEASURES:
         raise ValueError(f"experiment.measure={experiment.measure} is not known; choose one of: {', '.join(MEASURES)}")
     chosen = select(runs, config.only)
+    by_position = experiment.measure == "loss"
     fine_tuned = needle_runs(experiment, chosen, needle_config) if experiment.measure == "needle" else []
-    prepare(experiment)
+    unfinished = any(run.status != "finished" for run in [*chosen, *fine_tuned])
+    if unfinished or (lacking(chosen) if by_position else not fine_tuned):
+        prepare(experiment)
     failures = train(chosen, config)
-    if fine_tuned:
-        failures += train([run for run in fine_tuned if run.parent.status == "finished"], config, "scripts/needle.py")
-    print("Written:", *MEASURES[experiment.measure](experiment, runs), sep="\n  ")
+    if by_position:
+        failures += evaluate(chosen, config)
+    if ready := [run for run in fine_tuned if run.can_start]:
+        failures += train(ready, config, "scripts/needle.py")
+    paths = MEASURES[experiment.measure](experiment, runs)
+    paths += filter(None, map(keep, runs))
+    print("Written:", *paths, sep="\n  ")
     if report(failures):
         sys.exit(1)
 
@@ -64,18 +77,29 @@ def prepare(experiment: Experiment) -> None:
             sys.exit(done.returncode)
 
 
+def evaluate(runs: list[Run], config: Any) -> list[Failure]:
+    """Evaluates what is trained and lacks it, side by side as the runs were trained; returns what failed."""
+    if not (jobs := lacking(runs)):
+        return []
+    slots = make_slots(1, config.runs_at_once, visible_gpus(), available_cores(), len(jobs))
+    return launch(jobs, evaluate_command, slots)
+
+
 def measure_loss(experiment: Experiment, runs: list[Run]) -> list[Path]:
     """Writes the tables and figures of the losses of what is finished; prints the table, returns the paths."""
     table = collect(experiment, runs, command_line(), commit())
     paths = write_table(table, experiment.results)
     paths += save_figure(loss_curves(history(runs), table), experiment.results / "loss_curves")
     paths += save_figure(loss_by_length(table), experiment.results / "loss_by_length")
+    paths += save_figure(loss_by_position(losses_by_position(runs), table), experiment.results / "loss_by_position")
+    for reason in filter(None, map(why_missing, runs)):
+        print(f"{reason}, so the figure shows it as missing", file=sys.stderr)
     print(to_markdown(table))
     return paths
 
 
 def needle_config(words: list[str]) -> Any:
-    return compose("needle", words)
+    return OmegaConf.to_container(compose("needle", words))
 
 
 def measure_needles(experiment: Experiment, runs: list[Run]) -> list[Path]:

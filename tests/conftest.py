@@ -15,6 +15,7 @@ PLAIN = "beartype.FrozenDict({plain: object for plain in (bool, int, float, str)
 install_import_hook(["model", "training"], f"beartype.beartype(conf=beartype.BeartypeConf(hint_overrides={PLAIN}))")
 
 from model.gpt import GPT, GPTConfig  # noqa: E402
+from tests.browser import NO_BROWSER, find_browser  # noqa: E402
 
 torch.set_num_threads(1)  # the tensors are small, and the tests may run in several processes
 
@@ -25,12 +26,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a CUDA device the tests that need one are deselected (not skipped: they are no part of that suite)."""
-    if torch.cuda.is_available():
-        return
-    here = [item for item in items if item.get_closest_marker("gpu") is None]
-    config.hook.pytest_deselected(items=[item for item in items if item not in here])
-    items[:] = here
+    """Without a CUDA device or a browser the tests that need it are deselected: they are no part of that suite."""
+    marked = {item for item in items if item.get_closest_marker("browser")}
+    lacking = set() if marked and find_browser() else marked
+    if not torch.cuda.is_available():
+        lacking |= {item for item in items if item.get_closest_marker("gpu")}
+    config.hook.pytest_deselected(items=list(lacking))
+    items[:] = [item for item in items if item not in lacking]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says that tests were left out for want of a browser."""
+    if find_browser() is None:
+        terminalreporter.write_line(NO_BROWSER, yellow=True)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,9 @@ strip are strided views (strides 1, 1) of one 1-D table, without a copy, and R -
 scale 0 and shift -inf, are the causal mask. A strip holds complete rows: its softmax is the plain
 one, and the backward pass needs only q, k and v to make it again. Copies (flipped, or in fp32) are made of one
 group of heads at a time.
+
+Where a strip would be longer than the cache, the forward pass cuts it into tiles, with an online softmax
+(arXiv:1805.02867).
 """
 
 import math
@@ -22,6 +25,8 @@ from model.attend.transform import Transform
 
 _ROWS = 128  # of a strip; half of it up to 1024 keys, where the masked triangle weighs more than the calls
 _KEYS = 8192  # of the heads of a strip together, which should stay in the cache; two heads, for two threads, come first
+_TILE_ROWS, _TILE_KEYS = 512, 512  # where a strip of the forward pass would have more than _ROWS x _KEYS logits
+_MASKED = _TILE_ROWS - 1  # entries in front of distance 0: one less than the rows of any strip
 
 
 @torch.compiler.disable  # dynamo would unroll the strips
@@ -76,16 +81,61 @@ def _forward(
 ) -> Float[Tensor, "B H Tq d"]:
     """Strip by strip: scores, weights in their place, mean values."""
     out, tables = _heads_inside(q), _Tables(scale, shift, q.shape[3])
-    groups, strips = _groups(k), _strips(q, k)
-    workspace = scale.new_empty(_most_elements(groups, strips))
+    in_tiles = min(q.shape[2], _ROWS) * k.shape[2] > _ROWS * _KEYS  # a strip of a few rows may be long
+    groups, strips = _groups(k), _strips(q, k, _TILE_ROWS if in_tiles else _ROWS)
+    workspace = scale.new_empty(_most_elements(groups, strips, _TILE_KEYS if in_tiles else k.shape[2]))
+    mean_values = _mean_values_by_tile if in_tiles else _mean_values
     for group in groups:
         query, key, value = _merged(q[group], scale), _merged(k[group].flip(2), scale), _merged(v[group].flip(2), scale)
         for rows, seen in strips:
-            scores = _strip(workspace, query[:, rows], seen)
-            torch.bmm(query[:, rows], key[:, -seen:].mT, out=scores)
-            weights = tables.softmax(scores, group[1], out=scores)
-            out[*group, rows] = torch.bmm(weights, value[:, -seen:]).unflatten(0, out[group].shape[:2])
+            means = mean_values(query[:, rows], key[:, -seen:], value[:, -seen:], tables, group[1], workspace)
+            out[*group, rows] = means.unflatten(0, out[group].shape[:2])
     return out
+
+
+def _mean_values(
+    query: Float[Tensor, "bh R d"],
+    key: Float[Tensor, "bh C d"],
+    value: Float[Tensor, "bh C d"],
+    tables: "_Tables",
+    heads: slice,
+    workspace: Float[Tensor, " n"],
+) -> Float[Tensor, "bh R d"]:
+    """Of a strip, whole."""
+    scores = _strip(workspace, query, key.shape[1])
+    torch.bmm(query, key.mT, out=scores)
+    return torch.bmm(tables.softmax(scores, heads, out=scores), value)
+
+
+def _mean_values_by_tile(
+    query: Float[Tensor, "bh R d"],
+    key: Float[Tensor, "bh C d"],
+    value: Float[Tensor, "bh C d"],
+    tables: "_Tables",
+    heads: slice,
+    workspace: Float[Tensor, " n"],
+) -> Float[Tensor, "bh R d"]:
+    """Of a strip, tile by tile: the means of two sets of keys, weighted by their sums of exp(logits), are that of both.
+
+    The sum comes from the softmax of the tile, its highest weight being exp(highest logit) / sum: torch's softmax is
+    several times faster than its exp.
+    """
+    means, log_sum = torch.zeros_like(query), query.new_full((*query.shape[:2], 1), -math.inf)
+    for first in range(0, key.shape[1], _TILE_KEYS):
+        tile = slice(first, min(first + _TILE_KEYS, key.shape[1]))
+        scores = _strip(workspace, query, tile.stop - first)
+        torch.bmm(query, key[:, tile].mT, out=scores)
+        highest = tables.logits_(scores, heads, first).amax(-1, keepdim=True)
+        weights = torch.softmax(scores, -1, out=scores)
+        log_sum_of_tile = highest - weights.amax(-1, keepdim=True).log_()
+        share = (log_sum_of_tile - log_sum).sigmoid_()
+        if not highest.isfinite().all():  # a row of the tile has nothing but masked entries
+            log_sum_of_tile = log_sum_of_tile.nan_to_num_(nan=-math.inf)
+            weights.nan_to_num_(nan=0.0)
+            share = share.nan_to_num_(nan=0.0)
+        means.lerp_(torch.bmm(weights, value[:, tile]), share)
+        log_sum = torch.logaddexp(log_sum, log_sum_of_tile)
+    return means
 
 
 def _backward(
@@ -102,9 +152,9 @@ def _backward(
     d_scale, d_shift = (
         torch.zeros_like(table) if need else None for table, need in zip((scale, shift), tables_need_grad, strict=True)
     )
-    groups, strips = _groups(k), _strips(q, k)
+    groups, strips = _groups(k), _strips(q, k, _ROWS)
     # the scores outlive the softmax only for the gradient of the scale
-    workspaces = scale.new_empty(2 if d_scale is None else 3, _most_elements(groups, strips))
+    workspaces = scale.new_empty(2 if d_scale is None else 3, _most_elements(groups, strips, k.shape[2]))
     for group in groups:
         query, d_out = _merged(q[group], scale), _merged(grad[group], scale)
         key, value = _merged(k[group].flip(2), scale), _merged(v[group].flip(2), scale)
@@ -139,18 +189,18 @@ def _groups(k: Float[Tensor, "B H Tk d"]) -> list[tuple[slice, slice]]:
     ]
 
 
-def _strips(q: Float[Tensor, "B H Tq d"], k: Float[Tensor, "B H Tk d"]) -> list[tuple[slice, int]]:
+def _strips(q: Float[Tensor, "B H Tq d"], k: Float[Tensor, "B H Tk d"], height: int) -> list[tuple[slice, int]]:
     """Slices of query rows, each with the number of keys that its last row sees."""
     n_query, n_key = q.shape[2], k.shape[2]
-    height = _ROWS // 2 if n_key <= 1024 else _ROWS
+    height = height // 2 if n_key <= 1024 else height
     blocks = (slice(start, min(start + height, n_query)) for start in range(0, n_query, height))
     return [(rows, n_key - n_query + rows.stop) for rows in blocks]
 
 
-def _most_elements(groups: list[tuple[slice, slice]], strips: list[tuple[slice, int]]) -> int:
-    """Of the largest strip."""
+def _most_elements(groups: list[tuple[slice, slice]], strips: list[tuple[slice, int]], width: int) -> int:
+    """Of the largest strip, or of a tile of `width` keys of it."""
     pairs = max((batch.stop - batch.start) * (heads.stop - heads.start) for batch, heads in groups)
-    return pairs * max((rows.stop - rows.start) * seen for rows, seen in strips)
+    return pairs * max((rows.stop - rows.start) * min(seen, width) for rows, seen in strips)
 
 
 def _merged(x: Float[Tensor, "b h T d"], like: Tensor) -> Float[Tensor, "bh T d"]:
@@ -168,14 +218,23 @@ class _Tables:
     """Scale / sqrt(d) and shift by distance, with the mask in front of distance 0."""
 
     def __init__(self, scale: Float[Tensor, "#h Tk"], shift: Float[Tensor, "#h Tk"], d: int):
-        self._scale = pad(scale / math.sqrt(d), (_ROWS - 1, 0), value=0.0)
-        self._shift = pad(shift, (_ROWS - 1, 0), value=-math.inf)
+        self._scale = pad(scale / math.sqrt(d), (_MASKED, 0), value=0.0)
+        self._shift = pad(shift, (_MASKED, 0), value=-math.inf)
 
     def softmax(self, scores: Tensor, heads: slice, out: Tensor) -> Float[Tensor, "bh R C"]:
         """Attention weights of raw scores <q, k>; `out` may be the scores."""
-        logits, scores = _by_head(out, heads), _by_head(scores, heads)
-        torch.addcmul(_at(self._shift, logits, heads), scores, _at(self._scale, logits, heads), out=logits)
+        self._logits(scores, heads, 0, out)
         return torch.softmax(out, -1, out=out)
+
+    def logits_(self, scores: Tensor, heads: slice, first: int) -> Float[Tensor, "bh R C"]:
+        """Of the columns of a strip from `first` on, in the place of their raw scores."""
+        self._logits(scores, heads, first, scores)
+        return scores
+
+    def _logits(self, scores: Tensor, heads: slice, first: int, out: Tensor) -> None:
+        logits, scores = _by_head(out, heads), _by_head(scores, heads)
+        shift, scale = _at(self._shift, logits, heads, first), _at(self._scale, logits, heads, first)
+        torch.addcmul(shift, scores, scale, out=logits)
 
     def rescale_(self, d_logits: Tensor, heads: slice) -> Float[Tensor, "bh R C"]:
         """From the gradient of the logits to that of the raw scores, in place."""
@@ -188,10 +247,13 @@ def _by_head(strip: Float[Tensor, "bh R C"], heads: slice) -> Float[Tensor, "b h
     return strip.unflatten(0, (-1, heads.stop - heads.start))
 
 
-def _at(padded: Float[Tensor, "h N"], strip: Float[Tensor, "_ _ R C"], heads: slice) -> Float[Tensor, "_ R C"]:
-    """A table over a strip, without a copy: entry (r, c) is its value at distance r + c - (R - 1)."""
+def _at(
+    padded: Float[Tensor, "h N"], strip: Float[Tensor, "_ _ R C"], heads: slice, first: int = 0
+) -> Float[Tensor, "_ R C"]:
+    """A table over a strip from column `first` on, without a copy: its value at distance r + first + c - (R - 1)."""
     _, _, R, C = strip.shape
-    part = padded[:, _ROWS - R :] if padded.shape[0] == 1 else padded[heads, _ROWS - R :]
+    start = _MASKED - (R - 1) + first
+    part = padded[:, start:] if padded.shape[0] == 1 else padded[heads, start:]
     return part.as_strided((part.shape[0], R, C), (part.stride(0), 1, 1))
 
 

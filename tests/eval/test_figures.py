@@ -6,7 +6,8 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from eval.figures import STYLES, loss_by_length, loss_curves, save_figure
+from eval.figures import STYLES, loss_by_length, loss_by_position, loss_curves, position_curves, save_figure
+from eval.loss import PositionLoss
 from eval.tables import Numbers, Row, Table
 
 FINAL = {"rope": [1.12, 1.30], "alibi": [1.26, 1.25], "scale_invariant_p_rope": [1.12, 1.11], "nope": [1.25, 9.0]}
@@ -86,6 +87,48 @@ def test_the_rows_of_an_ablation_get_colours_of_their_own():
     assert len({str(line.get_color()) for line in loss_curves(falling(rows), table(rows)).axes[0].lines}) == 3
 
 
+def by_position(finals: dict[str, list], seed: int = 0) -> pd.DataFrame:
+    """Losses that fall from 3 to the final one over four ranges of positions."""
+    return pd.DataFrame(
+        {"row": row, "seed": seed, "length": length, "start": start, "end": end, "loss": loss + (3 - loss) * share}
+        for row, losses in finals.items()
+        for length, loss in zip(LENGTHS, losses, strict=True)
+        for start, end, share in [(0, 1, 1.0), (1, 2, 0.5), (2, 4, 0.2), (4, length, 0.0)]
+    )
+
+
+def test_loss_by_position_has_one_panel_a_length_and_one_curve_a_scheme_over_tokens_of_context():
+    figure = loss_by_position(by_position(FINAL), table(FINAL))
+    assert ["256 tokens" in figure.axes[0].get_title(), "1,024 tokens" in figure.axes[1].get_title()] == [True, True]
+    for panel, length in zip(figure.axes, LENGTHS, strict=True):
+        curves = [line for line in panel.lines if str(line.get_label()).isupper()]
+        assert [line.get_label() for line in curves] == [row.upper() for row in FINAL]
+        # contexts of 1, 2, 3 to 4, and 5 to `length` tokens
+        np.testing.assert_allclose(np.asarray(curves[0].get_xdata()), [1, 2, 12**0.5, (5 * length) ** 0.5])
+        assert panel.get_xscale() == "log"
+        (mark,) = (line for line in panel.lines if line not in curves)
+        assert np.asarray(mark.get_xdata()).tolist() == [256, 256]  # the training length
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [row.upper() for row in FINAL]
+
+
+def test_curves_by_position_are_the_mean_over_seeds_and_leave_missing_runs_out():
+    losses = pd.concat([by_position({"rope": [1.0, 2.0]}), by_position({"rope": [1.4, 2.0]}, seed=1)])
+    panel = loss_by_position(losses, table(FINAL)).axes[0]
+    (curve,) = (line for line in panel.lines if str(line.get_label()).isupper())
+    assert np.asarray(curve.get_ydata())[-1] == pytest.approx(1.2)
+
+
+def test_the_picture_of_one_run_has_a_curve_a_length():
+    measured = {
+        8: PositionLoss([0, 1, 2, 4, 8], [3, 2, 1.5, 1], [1, 1, 2, 4]),
+        2: PositionLoss([0, 1, 2], [3, 2], [4, 4]),
+    }
+    (axes,) = position_curves(measured, 4, "rope-seed0").axes
+    assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines[:2]] == [[3, 2], [3, 2, 1.5, 1]]
+    assert axes.get_title() == "rope-seed0, by evaluation length"
+
+
 @pytest.mark.parametrize("missing", ["rope", "all"])
 def test_missing_runs_leave_the_others_drawn(missing, tmp_path):
     gone = FINAL if missing == "all" else [missing]
@@ -98,6 +141,9 @@ def test_missing_runs_leave_the_others_drawn(missing, tmp_path):
     assert len(figure.axes[0].lines) == (0 if missing == "all" else 3)
     save_figure(figure, tmp_path / "curves")
     save_figure(loss_by_length(partial), tmp_path / "by_length")
+    there = by_position({row: losses for row, losses in FINAL.items() if None not in finals[row]})
+    there = there if len(there) else pd.DataFrame(columns=["row", "seed", "length", "start", "end", "loss"])
+    save_figure(loss_by_position(there, partial), tmp_path / "by_position")
 
 
 def test_a_figure_is_saved_as_png_and_pdf_and_nothing_else_is_left(tmp_path):

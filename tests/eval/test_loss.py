@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data.loader import TokenStream
 from data.shards import write_shard
-from eval.loss import loss_by_length
+from eval.loss import loss_by_length, loss_by_length_and_position, position_edges
 from model.gpt import GPT
 from training.distributed import ALONE, Process, Stopped
 
@@ -55,13 +55,18 @@ class Recorder(torch.nn.Module):
 
 def by_hand(model: GPT, tokens: np.ndarray, length: int, n_tokens: int) -> float:
     """The mean over tokens, a sequence at a time, from the whole table of logits, in fp64."""
+    return float(np.mean(table_by_hand(model, tokens, length, n_tokens)))
+
+
+def table_by_hand(model: GPT, tokens: np.ndarray, length: int, n_tokens: int) -> np.ndarray:
+    """The loss of every token, a row a sequence, a column a position."""
     losses = []
     for start in range(0, n_tokens, length):
         row = torch.from_numpy(tokens[start : start + length + 1])
         log_p = F.log_softmax(model(row[None, :-1])[0].double(), dim=-1)
-        losses += [-log_p[i, row[i + 1]].item() for i in range(length)]
-    assert len(losses) == n_tokens
-    return sum(losses) / n_tokens
+        losses.append([-log_p[i, row[i + 1]].item() for i in range(length)])
+    assert np.size(losses) == n_tokens
+    return np.array(losses)
 
 
 @torch.no_grad()
@@ -71,6 +76,49 @@ def test_loss_is_the_mean_over_tokens_computed_by_hand(
 ):
     loss = loss_by_length(model, stream, [length], 480, ALONE, micro_batch_tokens=72)
     assert loss == {length: pytest.approx(by_hand(model, tokens, length, 480), abs=1e-5)}
+
+
+@pytest.mark.parametrize(
+    ("length", "edges"),
+    [(1, [0, 1]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (24, [0, 1, 2, 4, 8, 16, 24]), (32, [0, 1, 2, 4, 8, 16, 32])],
+)
+def test_ranges_of_positions_begin_at_powers_of_two_and_end_at_the_length(length: int, edges: list[int]):
+    assert position_edges(length) == edges
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [6, 24, 240])
+def test_loss_by_position_is_the_mean_over_its_positions_computed_by_hand(
+    model: GPT, stream: TokenStream, tokens: np.ndarray, length: int
+):
+    _, by_position = loss_by_length_and_position(model, stream, [length], 480, ALONE, micro_batch_tokens=72)
+    found, table = by_position[length], table_by_hand(model, tokens, length, 480)
+    assert found.edges == position_edges(length)
+    for start, end, mean, count in zip(found.edges, found.edges[1:], found.mean, found.tokens, strict=False):
+        assert mean == pytest.approx(table[:, start:end].mean(), abs=1e-5)
+        assert count == table[:, start:end].size
+    assert len(found.mean) == len(found.tokens) == len(found.edges) - 1
+    assert sum(found.tokens) == 480
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [24, 100, 100_000])
+def test_the_loss_by_length_beside_that_by_position_is_the_same_bit_for_bit(
+    model: GPT, stream: TokenStream, micro_batch_tokens: int
+):
+    alone = loss_by_length(model, stream, [8, 24, 240], 480, ALONE, micro_batch_tokens)
+    beside, by_position = loss_by_length_and_position(
+        model, stream, [8, 24, 240], 480, ALONE, micro_batch_tokens=micro_batch_tokens
+    )
+    assert beside == alone
+    for length, loss in alone.items():
+        found = by_position[length]
+        assert np.average(found.mean, weights=found.tokens) == pytest.approx(loss, rel=1e-12)
+
+
+def test_the_loss_by_position_takes_one_forward_pass_a_batch(stream: TokenStream):
+    recorder = Recorder()
+    loss_by_length_and_position(recorder, stream, [24], 480, ALONE, micro_batch_tokens=240)  # pyright: ignore[reportArgumentType]
+    assert len(recorder.batches) == 2
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 24, 7 * 24, 100_000])

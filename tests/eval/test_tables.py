@@ -2,13 +2,26 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from eval.experiment import Experiment, Run
-from eval.tables import Row, collect, history, row_name, to_csv, to_json, to_latex, to_markdown, write_table
+from eval.tables import (
+    Row,
+    collect,
+    history,
+    paired_difference,
+    row_name,
+    to_csv,
+    to_json,
+    to_latex,
+    to_markdown,
+    to_paired_csv,
+    write_table,
+)
 
 STEPS = 10
 LENGTHS = [4096, 16384]
@@ -91,7 +104,7 @@ def test_a_published_table_that_does_not_exist_is_refused(runs):
 
 def test_json_follows_the_fixed_schema(runs):
     table = json.loads(to_json(collect(experiment("table1_val_loss_162m_train4k"), runs, "make", "abc")))
-    assert list(table) == ["experiment", "columns", "rows", "command", "commit"]
+    assert list(table) == ["experiment", "columns", "rows", "command", "commit", "paired"]
     assert (table["experiment"], table["command"], table["commit"]) == ("table1", "make", "abc")
     assert table["columns"] == ["val@4096", "val@16384"]
     assert list(table["rows"]) == ["rope", "scale_invariant_p_rope", "alibi"]
@@ -123,11 +136,85 @@ def test_csv_and_latex_have_the_same_rows(runs, tmp_path):
     assert latex.startswith(r"\begin{tabular}{lrr}")
 
 
+def test_paired_differences_are_those_computed_by_hand_over_the_seeds_that_both_have(runs):
+    table = collect(experiment(), runs, "make")
+    assert table.reference == "scale_invariant_p_rope"
+    rope, alibi = table.paired["rope"], table.paired["alibi"]
+    assert list(table.paired) == ["rope", "alibi"]
+    assert rope.mean == pytest.approx([0.5, 2.7])  # 3.0 - 2.5, 3.2 - 2.7; 5.0 - 2.4, 5.4 - 2.6: not of the third seed
+    assert rope.stderr == pytest.approx([0.0, 0.1], abs=1e-12)  # deviations -0.1, 0.1: sd 0.1 sqrt(2), / sqrt(2)
+    assert rope.seeds == [2, 2]
+    assert (alibi.mean, alibi.stderr, alibi.seeds) == ([None, None], [None, None], [0, 0])
+
+
+def test_what_the_seeds_have_in_common_cancels_in_a_paired_difference():
+    noise = [0.0, 3.0, -2.0]
+    row, reference = (Row("", [[base + shared] for shared in noise]) for base in (5.5, 5.0))
+    paired = paired_difference(row, reference)
+    assert (paired.mean, paired.stderr, paired.seeds) == ([0.5], [pytest.approx(0, abs=1e-12)], [3])
+    assert row.stderr[0] > 1  # pyright: ignore[reportOptionalOperand]
+
+
+def test_paired_differences_are_a_second_table_and_a_file_and_a_key(runs, tmp_path):
+    table = collect(experiment(), runs, "make")
+    lines = to_markdown(table).splitlines()
+    second = lines.index("Loss minus that of Scale-invariant p-RoPE with the same seed, mean ± standard error.")
+    assert lines[second + 2 : second + 6] == [
+        "|  | val@4096 | val@16384 |",
+        "| --- | ---: | ---: |",
+        "| RoPE (2 of 3 seeds) | +0.500 ± 0.000 | +2.700 ± 0.100 |",
+        "| ALiBi | missing | missing |",
+    ]
+    (tmp_path / "paired.csv").write_text(to_paired_csv(table))
+    frame = pd.read_csv(tmp_path / "paired.csv", index_col="scheme")
+    rope = frame.loc["rope"].to_dict()
+    assert (float(rope["val@16384"]), rope["val@16384_stderr"]) == (pytest.approx(2.7), pytest.approx(0.1))
+    assert (rope["val@16384_seeds"], rope["reference"]) == (2, "scale_invariant_p_rope")
+    paired = json.loads(to_json(table))["paired"]
+    assert paired["reference"] == "scale_invariant_p_rope"
+    assert paired["rows"]["rope"] == {"mean": pytest.approx([0.5, 2.7]), "stderr": pytest.approx([0, 0.1], abs=1e-12),
+                                      "seeds": [2, 2]}  # fmt: skip
+
+
+def test_one_seed_has_differences_without_an_error(tmp_path):
+    runs = [make_run(tmp_path, "rope", 0, [3.0, 5.0]), make_run(tmp_path, "scale_invariant_p_rope", 0, [3.1, 4.0])]
+    text = to_markdown(collect(experiment(seeds=(0,)), runs, "make"))
+    assert "| RoPE | -0.100 | +1.000 |" in text
+    assert "same seed.\n" in text
+
+
+def test_a_diverged_run_has_no_difference_that_looks_like_one(tmp_path):
+    runs = [make_run(tmp_path, "rope", 0, [3.0, math.nan]), make_run(tmp_path, "scale_invariant_p_rope", 0, [3.1, 4.0])]
+    table = collect(experiment(seeds=(0,)), runs, "make")
+    assert "| RoPE | -0.100 | diverged |" in to_markdown(table)
+    assert json.loads(to_json(table))["paired"]["rows"]["rope"]["mean"] == [pytest.approx(-0.1), None]
+
+
+def test_the_reference_is_the_experiments_own_or_the_best_at_the_longest_length(tmp_path):
+    losses = {"nope": [3.0, 5.0], "rope": [3.4, 4.0], "alibi": [3.1, math.nan]}
+    runs = [make_run(tmp_path, row, 0, values) for row, values in losses.items()]
+    assert collect(experiment(seeds=(0,)), runs, "make").reference == "rope"
+    own = replace(experiment(seeds=(0,)), reference="alibi")
+    assert collect(own, runs, "make").reference == "alibi"
+    with pytest.raises(ValueError, match=r"experiment\.reference=yarn is no row .* choose one of: nope, rope, alibi"):
+        collect(replace(own, reference="yarn"), runs, "make")
+
+
+def test_a_run_without_its_last_validation_is_refused_by_name(tmp_path):
+    run = make_run(tmp_path, "rope", 0, [3.0, 5.0])
+    lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    (run.run_dir / "metrics.jsonl").write_text(lines[0] + "\n")
+    with pytest.raises(ValueError, match=r"rope-seed0/metrics\.jsonl lacks the validation at step 10"):
+        collect(experiment(seeds=(0,)), [run], "make")
+
+
 def test_every_table_is_written_and_nothing_else_is_left(runs, tmp_path):
     folder = tmp_path / "results" / "table1"
     paths = write_table(collect(experiment(), runs, "make"), folder)
     assert sorted(folder.iterdir()) == sorted(paths)
-    assert [path.name for path in paths] == ["table.md", "table.csv", "table.tex", "table.json"]
+    assert [path.name for path in paths] == [
+        "table.md", "table.csv", "table.tex", "table.json", "paired.csv"
+    ]  # fmt: skip
 
 
 def test_history_has_every_finite_validation_of_unfinished_runs_too(runs):

@@ -125,6 +125,36 @@ def test_blockwise_equals_dense_in_values_and_all_gradients(shape: tuple, dtype:
     assert_close(results("blockwise", leaves, scale, shift), results("dense", (q, k, v), *exact), tolerance)
 
 
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of 128 rows and more than 100 keys are cut into tiles of 32 x 48."""
+    for name, value in {"_KEYS": 100, "_TILE_ROWS": 32, "_TILE_KEYS": 48}.items():
+        monkeypatch.setattr(f"model.attend.blockwise.{name}", value)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_equal_dense_in_values_and_all_gradients(shape: tuple, dtype: torch.dtype, tolerance: float):
+    test_blockwise_equals_dense_in_values_and_all_gradients(shape, dtype, tolerance)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_tiles_without_an_unmasked_entry_count_for_nothing():
+    leaves, (scale, shift) = inputs(300, n_query=60), tables(300)
+    distance = torch.arange(shift.shape[1])
+    far_only = shift.detach().masked_fill((distance < 150) | (distance > 220), -math.inf)
+    ours, true = (attend(*leaves, Transform(scale, far_only), backend) for backend in ("blockwise", "dense"))
+    torch.testing.assert_close(ours, true)
+
+
+def test_tiles_equal_dense_at_16384_tokens():
+    leaves, (scale, shift) = inputs(16384, d=16, n_query=256, dtype=torch.float32), tables(16384, dtype=torch.float32)
+    q, k, v = (x.double() for x in leaves)
+    whole = attend(q, k, v, Transform(scale.double(), shift.double()), "dense")
+    torch.testing.assert_close(attend(*leaves, Transform(scale, shift), "blockwise").double(), whole, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("given", ["scale", "shift"])
 def test_one_learned_table_alone_gets_its_gradient(given: str):
     leaves, (scale, shift) = inputs(140, H=2, B=2), tables(140)

@@ -1,7 +1,10 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import train
@@ -9,7 +12,7 @@ from data.loader import open_split
 from eval.loss import loss_by_length
 from eval.runs import load_run, read_metrics
 from scripts import evaluate
-from tests.tiny_run import listing, run, tiny_words, write_tiny_data
+from tests.tiny_run import ROOT, listing, run, tiny_words, write_tiny_data
 from training.checkpoint_folder import record_validation
 from training.distributed import start_process
 
@@ -34,6 +37,22 @@ def test_eval_json_equals_the_last_validation_of_the_run(folder: Path):
     for length, entry in result["loss"].items():
         assert entry == {"mean": pytest.approx(last[f"val/loss_{length}"], abs=1e-6), "tokens": 1024}
     assert result["step"] == 12
+
+
+def test_eval_json_has_the_loss_by_position_at_each_length(folder: Path):
+    result = evaluated(folder)
+    assert result["by_position"].keys() == {"32", "64"}
+    for length, entry in result["by_position"].items():
+        assert entry["edges"] == [0, 1, 2, 4, 8, 16, 32, 64][: 7 if length == "32" else 8]
+        assert sum(entry["tokens"]) == 1024
+        mean = np.average(entry["mean"], weights=entry["tokens"])
+        assert mean == pytest.approx(result["loss"][length]["mean"], rel=1e-12)
+
+
+def test_the_picture_is_drawn_where_asked_for(folder: Path):
+    evaluated(folder, "plot=true")
+    assert (folder / "run" / "loss_by_position.png").read_bytes().startswith(b"\x89PNG")
+    assert not list((folder / "run").glob("*.pdf"))
 
 
 def test_lengths_and_tokens_can_be_chosen(folder: Path):
@@ -95,3 +114,31 @@ def test_the_losses_are_printed(folder: Path, capsys: pytest.CaptureFixture):
     for length, entry in result["loss"].items():
         assert f"{length} tokens  {entry['mean']:.4f} nats per token" in text
     assert str(folder / "run" / "eval.json") in text
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from scripts import evaluate
+
+evaluate.main()
+print("peak", int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_length_of_262144_tokens_is_evaluated_in_under_five_gigabytes(tmp_path: Path):
+    """One block of the laptop's model, since the blocks come one after the other. Its matrix T x T would be 275 GB."""
+    length = 1 << 18
+    write_tiny_data(tmp_path / "data", val=length + 1)
+    words = ["model.width=128", "position=scale_invariant_p_rope", "train.steps=1", "validation.lengths=[32]"]
+    assert run(train.main, tiny_words(tmp_path, *words)) == 0
+    words = [f"run_dir={tmp_path / 'run'}", f"lengths=[{length}]", f"tokens={length}", "device=cpu", "precision=fp32"]
+    ran = subprocess.run([sys.executable, "-c", PEAK, *words], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    peak = int(ran.stdout.split("peak")[1])
+    print(f"{peak / 1e9:.2f} GB")
+    assert peak < 5e9
+    result = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert result["by_position"][str(length)]["edges"][-2:] == [length // 2, length]

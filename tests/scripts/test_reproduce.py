@@ -1,47 +1,84 @@
 """scripts/reproduce.py with trained-looking folders in the place of training."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from omegaconf import OmegaConf
 
+from eval.evaluation import lacking
 from eval.sweep import Failure
 from scripts import reproduce
+from tests.evaluations import write_evaluation
+from training.run_config import write_config
 
 FILES = {f"table.{kind}" for kind in ("md", "csv", "tex", "json")}
-FILES |= {f"{name}.{kind}" for name in ("loss_curves", "loss_by_length") for kind in ("png", "pdf")}
+FILES |= {"paired.csv"}
+FILES |= {f"loss_{name}.{kind}" for name in ("curves", "by_length", "by_position") for kind in ("png", "pdf")}
+
+
+ROPE, TWO = "experiment.axes.position=[rope]", "experiment.axes.position=[rope,alibi]"  # few rows take less time
+
+
+class Done(NamedTuple):
+    """What a call of reproduce.py prepared, and the ids of what it trained and evaluated."""
+
+    prepared: list[tuple[str, ...]]
+    trained: list[str]
+    evaluated: list[str]
 
 
 @pytest.fixture
 def pretend(tmp_path, monkeypatch):
-    """Runs reproduce.py in an empty folder where training takes no time; the given rows fail."""
-    monkeypatch.chdir(tmp_path)
-    prepared = []
-    monkeypatch.setattr(reproduce, "prepare", lambda experiment: prepared.append(experiment.prepare))
+    """Runs reproduce.py in an empty folder where training and evaluating take no time; the given rows fail.
 
-    def run(*arguments: str, failing: tuple[str, ...] = ()) -> list:
+    Figures are drawn only where asked for: they take a second.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    save_figure = reproduce.save_figure
+
+    def run(*arguments: str, failing: tuple = (), unevaluated: tuple = (), figures: bool = False) -> Done:
+        prepared, trained, evaluated = [], [], []
+        monkeypatch.setattr(reproduce, "prepare", lambda experiment: prepared.append(experiment.prepare))
+
         def train(runs, _config):
-            for run in runs:
+            waiting = [run for run in runs if run.status != "finished"]
+            for run in waiting:
                 run.run_dir.mkdir(parents=True)
                 losses = {f"val/loss_{length}": 1 + length / 4096 for length in run.lengths}
                 lines = [{"step": 0, "tokens": 0} | losses, {"step": run.steps, "tokens": run.tokens} | losses]
                 (run.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+                write_config(run.run_dir, OmegaConf.create(run.config))
                 if run.row not in failing:
                     (run.run_dir / "checkpoints" / f"step_{run.steps:06d}").mkdir(parents=True)
-            return [Failure(run, 1, "the reason") for run in runs if run.row in failing]
+            trained.extend(run.id for run in waiting)
+            return [Failure(run, 1, "the reason") for run in waiting if run.row in failing]
+
+        def evaluate(runs, _config):
+            jobs = [job for job in lacking(runs) if job.row not in unevaluated]
+            for job in jobs:
+                write_evaluation(job.trained, job)
+            evaluated.extend(job.id for job in jobs)
+            return [Failure(job, 1, "no room") for job in lacking(runs)]
 
         monkeypatch.setattr(reproduce, "train", train)
+        monkeypatch.setattr(reproduce, "evaluate", evaluate)
+        monkeypatch.setattr(reproduce, "save_figure", save_figure if figures else lambda *_: [])
         monkeypatch.setattr(sys, "argv", ["reproduce.py", *arguments])
         reproduce.main()
-        return prepared
+        return Done(prepared, trained, evaluated)
 
     return run
 
 
 def test_it_prepares_trains_and_writes_tables_and_figures_and_says_where(pretend, tmp_path, capsys):
-    prepared = pretend("experiment=quickstart", "fast=true")
+    done = pretend("experiment=quickstart", "fast=true", figures=True)
     folder = tmp_path / "results" / "quickstart-fast"
-    assert prepared == [("source=sotu", "tokenizer=bytes", "out_dir=data/shards/sotu_bytes")]
+    assert done.prepared == [("source=sotu", "tokenizer=bytes", "out_dir=data/shards/sotu_bytes")]
     assert {path.name for path in folder.iterdir()} == FILES
     table = json.loads((folder / "table.json").read_text())
     assert table["columns"] == ["val@256", "val@1024", "val@4096"]
@@ -69,6 +106,71 @@ def test_runs_left_out_by_only_are_missing_and_not_trained(pretend, tmp_path):
     rows = json.loads((tmp_path / "results" / "quickstart" / "table.json").read_text())["rows"]
     assert {row for row, cells in rows.items() if cells["mean"][0] is not None} == {"rope", "nope"}
     assert len(rows) == 6
+
+
+def test_every_finished_run_is_evaluated_once_and_a_failure_is_named(pretend, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        pretend(TWO, unevaluated=("alibi",))
+    said = capsys.readouterr().err
+    assert (
+        "alibi-seed0 (evaluation) failed with exit code 1; the end of runs/quickstart/alibi-seed0/evaluation/" in said
+    )
+    assert "alibi-seed0 has no loss by position: it was not evaluated, so the figure shows it as missing" in said
+    assert pretend(TWO)[1:] == ([], ["alibi-seed0 (evaluation)"])
+    assert pretend(TWO) == ([], [], [])  # without the data, too: nothing needs them any more
+
+
+def test_what_is_kept_of_the_runs_gives_the_same_tables_without_runs(pretend, tmp_path, capsys):
+    pretend(TWO)
+    folder = tmp_path / "results" / "quickstart"
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {path.name for path in (tmp_path / "results" / "runs" / "quickstart" / "rope-seed0").iterdir()} == {
+        "config.yaml", "metrics.jsonl", "eval.json"
+    }  # fmt: skip
+    shutil.rmtree(tmp_path / "runs")
+    shutil.rmtree(folder)
+    assert pretend(TWO) == ([], [], [])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+    assert not (tmp_path / "runs").exists()
+    capsys.readouterr()
+
+
+def test_only_a_run_that_is_not_kept_is_trained(pretend, tmp_path):
+    pretend(TWO)
+    shutil.rmtree(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "results" / "runs" / "quickstart" / "alibi-seed0")
+    assert pretend(TWO)[1:] == (["alibi-seed0"], ["alibi-seed0 (evaluation)"])
+
+
+def test_a_kept_run_without_loss_by_position_is_named_and_still_in_the_table(pretend, tmp_path, capsys):
+    pretend(ROPE)
+    kept = Path("results", "runs", "quickstart", "rope-seed0")
+    (kept / "eval.json").unlink()
+    shutil.rmtree(tmp_path / "runs")
+    capsys.readouterr()
+    assert pretend(ROPE).evaluated == []
+    said = capsys.readouterr().err
+    assert f"{kept} was kept without it, and runs/quickstart/rope-seed0 has no checkpoint" in said
+    rows = json.loads((tmp_path / "results" / "quickstart" / "table.json").read_text())["rows"]
+    assert rows["rope"]["mean"] == [1.0625, 1.25, 2.0]
+
+
+def test_a_kept_run_of_another_configuration_is_refused(pretend, tmp_path, capsys):
+    pretend(ROPE)
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(SystemExit):
+        pretend(ROPE, 'overrides=["train.steps=7"]')
+    assert (
+        "results/runs/quickstart/rope-seed0 was made with train.steps=400, but would now be run with train.steps=7"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("trial", ["fast=true", "name=trial"])
+def test_trials_are_not_kept_and_take_nothing_that_is(pretend, tmp_path, trial):
+    pretend(ROPE)
+    assert pretend(trial, ROPE).trained == ["rope-seed0"]
+    assert [path.name for path in (tmp_path / "results" / "runs").rglob("*-seed0")] == ["rope-seed0"]
 
 
 def test_the_commit_is_none_outside_git(tmp_path, monkeypatch):

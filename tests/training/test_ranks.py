@@ -8,7 +8,7 @@ import torch
 
 from data.loader import TokenStream
 from data.shards import write_shard
-from eval.loss import loss_by_length
+from eval.loss import loss_by_length_and_position
 from model.gpt import GPT, GPTConfig
 from tests.ranks import compute_in_ranks
 from tests.tiny_run import VOCAB_SIZE, tiny_config
@@ -74,11 +74,16 @@ def test_accumulated_gradients_are_sent_once(tmp_path: Path):
     assert pieces == whole > 0
 
 
-def validation_losses(process: Process, folder: Path, micro_batch_tokens: int) -> dict[int, float]:
+def validation_losses(process: Process, folder: Path, micro_batch_tokens: int) -> dict[int, list[float]]:
+    """By length: the loss, then that of each range of positions."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, width=32, vocab_size=31, train_length=16))
     torch.nn.init.normal_(model.output.weight, std=0.3)
-    return loss_by_length(model, TokenStream([folder / "val.bin"]), [8, 24, 240], 480, process, micro_batch_tokens)
+    stream = TokenStream([folder / "val.bin"])
+    losses, by_position = loss_by_length_and_position(
+        model, stream, [8, 24, 240], 480, process, micro_batch_tokens=micro_batch_tokens
+    )
+    return {length: [loss, *by_position[length].mean] for length, loss in losses.items()}
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [48, 100_000])
