@@ -39,10 +39,10 @@ class Experiment:
     prepare: tuple[str, ...] = ()
     published: str | None = None
     measure: str = "loss"
-    needle: tuple[str, ...] = ()
-    prepare_needle: tuple[str, ...] = ()
     reference: str | None = None
     kept_in: Path | None = None
+    needle: tuple[str, ...] = ()
+    prepare_needle: tuple[str, ...] = ()
     measure_with: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -26,11 +26,6 @@ class NeedleRun(Run):
     parent: Run = field(kw_only=True)
 
     @property
-    def can_start(self) -> bool:
-        """Whether it has a parent with its checkpoints, not only what was kept of one."""
-        return self.parent.status == "finished" and self.parent.record == self.parent.run_dir
-
-    @property
     def tokens(self) -> int:
         train = self.config["train"]
         return self.steps * train["rows"] * (train["length"] or self.parent.config["train"]["length"])
@@ -44,15 +39,29 @@ class NeedleRun(Run):
     def status(self) -> str:
         """`missing`, `interrupted` or `finished`: fine-tuned, and tested on as many samples of each length as asked."""
         trained = super().status
-        return "interrupted" if trained == "finished" and not self.accuracy else trained
+        return "finished" if self.accuracy else "interrupted" if trained == "finished" else trained
+
+    @property
+    def can_start(self) -> bool:
+        """Whether there are weights to start from; of a run that was only kept there are none."""
+        return self.parent.status == "finished" and self.parent.record == self.parent.run_dir
 
     @property
     def accuracy(self) -> Accuracy:
-        """What was found; empty before the test that the config asks for."""
-        path = self.record / "needle.json"
-        accuracy = json.loads(path.read_text())["accuracy"] if path.exists() else {}
-        tested = {int(length): entry["samples"] for length, entry in accuracy.items()}
-        return accuracy if tested == dict.fromkeys(self.lengths, self.config["samples"]) else {}
+        """What the test that the config asks for found, as it stands in the parent's needle.json; else empty."""
+        path = self.parent.record / "needle.json"
+        try:
+            found = json.loads(path.read_text())
+            accuracy, tested = found["accuracy"], (found["task"], found["step"], found["finetuned_from"] is not None)
+            samples = {int(length): entry["samples"] for length, entry in accuracy.items()}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}); delete it, and the run is tested again"
+            ) from error
+        as_asked = tested == (self.config["needle"], self.steps, True)
+        return accuracy if as_asked and samples == dict.fromkeys(self.lengths, self.config["samples"]) else {}
 
 
 def needle_runs(
@@ -71,8 +80,7 @@ def needle_runs(
     for run in runs:
         out_dir = Path(f"{run.run_dir}-needle-seed{run.seed}")
         words = [*experiment.needle, f"run_dir={run.run_dir}", f"out_dir={out_dir}", f"seed={run.seed}"]
-        kept = None if run.kept_dir is None else run.kept_dir.with_name(out_dir.name)
-        copies.append(NeedleRun(run.row, run.seed, run.axes, tuple(words), out_dir, compose(words), kept, parent=run))
+        copies.append(NeedleRun(run.row, run.seed, run.axes, tuple(words), out_dir, compose(words), parent=run))
     return copies
 
 

@@ -59,8 +59,24 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What the numbers of a table are: `caption` says it in a sentence, `name` and `column` are short for it.
+
+    `best` is min or max.
+    """
+
+    name: str
+    column: str
+    caption: str
+    best: Callable[..., Any]
+
+
+LOSS = Measure("Loss", "val", "Validation loss in nats per token, by evaluation length in tokens.", min)
+
+
+@dataclass(frozen=True)
 class Paired:
-    """Loss of a scheme minus that of the reference with the same seed, by column: over `seeds` that both have.
+    """Number of a scheme minus that of the reference with the same seed, by column: over `seeds` that both have.
 
     Their mean (None without any), and their sample standard deviation / sqrt(seeds) (None with fewer than two).
     """
@@ -68,19 +84,6 @@ class Paired:
     mean: Numbers
     stderr: Numbers
     seeds: list[int]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What the numbers of a table are: `caption` says it in a sentence, `column` is short for it, `best` min or max."""
-
-    name: str
-    column: str
-    caption: str
-    best: Callable[..., float]
-
-
-LOSS = Measure("Loss", "val", "Validation loss in nats per token, by evaluation length in tokens.", min)
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ class Table:
     setting: str
     command: str
     commit: str | None
-    measure: Measure = LOSS
     reference: str | None = None
+    measure: Measure = LOSS
 
     @property
     def columns(self) -> list[str]:
@@ -185,8 +188,8 @@ def tabulate(
         setting=_setting(experiment, runs),
         command=command,
         commit=commit,
-        measure=measure,
         reference=_reference(experiment, rows, measure),
+        measure=measure,
     )
 
 
@@ -266,7 +269,7 @@ def _grid(table: Table, bold: str, error: str) -> list[list[str]]:
     beside = table.columns if with_published else []
     header = ["", *table.columns, *(f"published {column} (ours minus it)" for column in beside)]
     columns = zip(*(row.mean for row in table.rows.values()), strict=True)
-    bests = [_best(values, table.measure.best) for values in columns]
+    bests = [_best(values, table.measure) for values in columns]
     grid = [header]
     for row in table.rows.values():
         partly = f" ({row.finished} of {len(row.seeds)} seeds)" if 0 < row.finished < len(row.seeds) else ""
@@ -316,9 +319,9 @@ def _cell(mean: float | None, stderr: float | None, error: str, absent: str = "m
     return number.format(mean) if stderr is None else error.format(number.format(mean), f"{stderr:.3f}")
 
 
-def _best(values: Iterable[float | None], best: Callable[..., float]) -> str:
+def _best(values: Iterable[float | None], measure: Measure) -> str:
     """The best value as it is shown, so that all that look best are marked."""
-    return f"{best((v for v in values if v is not None and math.isfinite(v)), default=math.nan):.3f}"
+    return f"{measure.best((v for v in values if v is not None and math.isfinite(v)), default=math.nan):.3f}"
 
 
 def _final_losses(run: Run, lengths: Sequence[int]) -> Numbers:

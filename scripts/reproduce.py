@@ -15,6 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the root without installing
 
+from omegaconf import OmegaConf
+
 from configs.command import command, compose
 from eval.attention_experiment import measure_attention, read_settings
 from eval.child import Failure
@@ -41,17 +43,18 @@ def main(config: Any) -> None:
     if experiment.measure == "attention":
         read_settings(experiment)  # a mistake there is told before the training
     chosen = in_order(select(runs, config.only), config.order)
-    fine_tuned = needle_runs(experiment, chosen, needle_config) if experiment.measure == "needle" else []
     by_position = experiment.measure == "loss"
-    if not by_position or any(run.status != "finished" for run in chosen) or lacking(chosen):
+    fine_tuned = needle_runs(experiment, chosen, needle_config) if experiment.measure == "needle" else []
+    unfinished = any(run.status != "finished" for run in [*chosen, *fine_tuned])
+    if unfinished or (lacking(chosen) if by_position else not fine_tuned):
         prepare(experiment)
     failures = train(chosen, config)
     if by_position:
         failures += evaluate(chosen, config)
-    if fine_tuned:
-        failures += train([run for run in fine_tuned if run.can_start], config)
+    if ready := [run for run in fine_tuned if run.can_start]:
+        failures += train(ready, config)
     paths = MEASURES[experiment.measure](experiment, runs)
-    paths += filter(None, map(keep, [*runs, *fine_tuned]))
+    paths += filter(None, map(keep, runs))
     print("Written:", *paths, sep="\n  ")
     if report(failures):
         sys.exit(1)
@@ -100,7 +103,7 @@ def measure_loss(experiment: Experiment, runs: list[Run]) -> list[Path]:
 
 
 def needle_config(words: list[str]) -> Any:
-    return compose("needle", words)
+    return OmegaConf.to_container(compose("needle", words))
 
 
 def measure_needles(experiment: Experiment, runs: list[Run]) -> list[Path]:

@@ -1,10 +1,13 @@
 """Table 2 from run folders that were made by hand."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from configs.command import compose
 from eval.experiment import Experiment, Run
@@ -23,15 +26,21 @@ def entry(mean: float, samples: int = 3) -> dict[str, Any]:
     return {"mean": mean, "samples": samples, "by_depth": parts}
 
 
-def write_tested(run: NeedleRun, means: list[float], samples: int = 3) -> None:
-    """The folder of a fine-tuned and tested run."""
-    (run.run_dir / "checkpoints" / f"step_{run.steps:06d}").mkdir(parents=True)
-    accuracy = {str(n): entry(mean, samples) for n, mean in zip([4096, 16384], means, strict=True)}
-    (run.run_dir / "needle.json").write_text(json.dumps({"accuracy": accuracy}))
+def write_tested(run: NeedleRun, means: list[float], samples: int = 3, **other: Any) -> None:
+    """What scripts/needle.py leaves: a fine-tuned run, and what it found beside the parent's own files."""
+    (run.run_dir / "checkpoints" / f"step_{run.steps:06d}").mkdir(parents=True, exist_ok=True)
+    (run.parent.run_dir / "checkpoints" / "step_000005").mkdir(parents=True, exist_ok=True)
+    accuracy = {str(n): entry(mean, samples) for n, mean in zip([4096, 16384], means, strict=False)}
+    found = {"accuracy": accuracy, "task": run.config["needle"], "step": STEPS, "finetuned_from": "a run"}
+    (run.parent.run_dir / "needle.json").write_text(json.dumps(found | other))
+
+
+def needle_config(words: list[str]) -> Any:
+    return OmegaConf.to_container(compose("needle", words))
 
 
 def experiment(needle: tuple[str, ...] = WORDS) -> Experiment:
-    return Experiment("table2", "Table 2", "t2", "t", (), {}, (0, 1), (), PUBLISHED, "needle", needle)
+    return Experiment("table2", "Table 2", "t2", "t", (), {}, (0, 1), published=PUBLISHED, needle=needle)
 
 
 @pytest.fixture
@@ -43,7 +52,7 @@ def copies(tmp_path: Path) -> list[NeedleRun]:
         for row in ("rope", "alibi", "scale_invariant_p_rope")
         for seed in (0, 1)
     ]
-    copies = needle_runs(experiment(), parents, lambda words: compose("needle", words))
+    copies = needle_runs(experiment(), parents, needle_config)
     for copy in copies:
         if means := FOUND.get((copy.row, copy.seed)):
             write_tested(copy, means)
@@ -61,16 +70,31 @@ def test_a_copy_is_a_command_of_needle_with_its_run_s_seed_and_a_folder_beside_i
 
 def test_a_copy_is_finished_when_it_is_tested_as_asked(copies: list[NeedleRun]):
     copy = copies[-1]
-    assert copy.status == "missing"
-    write_tested(copy, [1.0, 1.0], samples=2)
-    assert copy.status == "interrupted"
-    (copy.run_dir / "needle.json").unlink()
-    assert copy.status == "interrupted"
-    (copy.run_dir / "needle.json").write_text(json.dumps({"accuracy": {"4096": entry(1.0)}}))
-    assert copy.status == "interrupted"
-    accuracy = {"4096": entry(1.0), "16384": entry(0.5)}
-    (copy.run_dir / "needle.json").write_text(json.dumps({"accuracy": accuracy}))
-    assert (copy.status, copy.accuracy) == ("finished", accuracy)
+    assert (copy.status, copy.can_start) == ("missing", False)
+    write_tested(copy, [1.0, 0.5])
+    assert (copy.status, copy.can_start) == ("finished", True)
+    assert copy.accuracy == {"4096": entry(1.0), "16384": entry(0.5)}
+    task = {**copy.config["needle"], "digits": 3}
+    for otherwise in ({"samples": 2}, {"means": [1.0]}, {"task": task}, {"step": 9}, {"finetuned_from": None}):
+        write_tested(copy, **{"means": [1.0, 0.5], **otherwise})  # pyright: ignore[reportArgumentType]
+        assert (copy.status, copy.accuracy) == ("interrupted", {})
+
+
+def test_what_was_kept_of_a_run_is_enough_for_the_table(copies: list[NeedleRun], tmp_path: Path):
+    copy = replace(copies[0], parent=replace(copies[0].parent, kept_dir=tmp_path / "kept"))
+    copies[0].parent.run_dir.rename(tmp_path / "kept")
+    shutil.rmtree(copy.run_dir)
+    (tmp_path / "kept" / "config.yaml").write_text("")
+    assert (copy.status, copy.can_start) == ("finished", False)
+    assert copy.accuracy["4096"]["mean"] == 1.0
+
+
+def test_a_damaged_result_is_named(copies: list[NeedleRun]):
+    path = copies[0].parent.run_dir / "needle.json"
+    for text in ("{", "[]", "{}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"needle\.json is damaged .* delete it"):
+            copies[0].status  # noqa: B018
 
 
 def test_the_table_has_accuracies_with_errors_the_highest_in_bold_and_the_published_ones(copies: list[NeedleRun]):

@@ -1,16 +1,20 @@
 """scripts/reproduce.py experiment=table2 with trained-looking folders in the place of training and fine-tuning."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from eval.sweep import Failure
 from scripts import reproduce
+from training.run_config import write_config
 
 FILES = {f"table.{kind}" for kind in ("md", "csv", "tex", "json")}
+FILES |= {"paired.csv"}
 FILES |= {f"{name}.{kind}" for name in ("accuracy_by_length", "accuracy_by_depth") for kind in ("png", "pdf")}
 SMALL = ("experiment=table2", "experiment.axes.position=[rope,alibi]", "experiment.seeds=[0]")
 
@@ -29,10 +33,13 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             waiting = [run for run in runs if run.status != "finished"]
             for run in waiting:
                 started.append(f"{script} {run.id}")
-                if run.row not in lost:
-                    (run.run_dir / "checkpoints" / f"step_{run.steps:06d}").mkdir(parents=True)
-                    if fine_tunes:
-                        (run.run_dir / "needle.json").write_text(json.dumps({"accuracy": everything_found(run)}))
+                if run.row in lost:
+                    continue
+                (run.run_dir / "checkpoints" / f"step_{run.steps:06d}").mkdir(parents=True)
+                if fine_tunes:
+                    (run.parent.run_dir / "needle.json").write_text(json.dumps(everything_found(run)))
+                else:
+                    write_config(run.run_dir, OmegaConf.create(run.config))
             return [Failure(run, 1, "the reason") for run in waiting if run.row in lost]
 
         def prepare(arguments: list[str], check: bool) -> Any:
@@ -40,7 +47,6 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             return type("Done", (), {"returncode": 0})
 
         monkeypatch.setattr(reproduce, "train", train)
-        monkeypatch.setattr("scripts.sweep.refuse_changed", lambda runs: None)  # these have no config.yaml
         monkeypatch.setattr(reproduce.subprocess, "run", prepare)
         monkeypatch.setattr(reproduce, "commit", lambda: "abc")
         monkeypatch.setattr(sys, "argv", ["reproduce.py", *SMALL, *words])
@@ -53,7 +59,8 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def everything_found(run: Any) -> dict[str, Any]:
     depths = [{"from": 0.0, "to": 1.0, "mean": 1.0, "needles": 2}]
     entry = {"mean": 1.0, "samples": run.config["samples"], "by_depth": depths}
-    return {str(length): entry for length in run.lengths}
+    accuracy = {str(length): entry for length in run.lengths}
+    return {"accuracy": accuracy, "task": run.config["needle"], "step": run.steps, "finetuned_from": "a run"}
 
 
 def test_it_prepares_trains_fine_tunes_and_writes_tables_and_figures(pretend, tmp_path, capsys):
@@ -72,15 +79,21 @@ def test_it_prepares_trains_fine_tunes_and_writes_tables_and_figures(pretend, tm
 
 def test_at_laptop_size_it_has_folders_of_its_own(pretend, tmp_path):
     pretend("scale=proxy")
-    assert (tmp_path / "runs" / "proxy" / "4k" / "rope-seed0-needle-seed0" / "needle.json").exists()
+    assert (tmp_path / "runs" / "proxy" / "4k" / "rope-seed0-needle-seed0").is_dir()
+    kept = json.loads((tmp_path / "results" / "proxy" / "runs" / "4k" / "rope-seed0" / "needle.json").read_text())
+    assert kept["accuracy"]["4096"]["mean"] == 1.0
     table = json.loads((tmp_path / "results" / "proxy" / "table2" / "table.json").read_text())
     assert table["columns"] == ["acc@256", "acc@1024", "acc@4096"]
     assert table["rows"]["rope"]["published"] is None
 
 
-def test_what_is_fine_tuned_and_tested_is_not_started_again(pretend):
+def test_what_is_fine_tuned_and_tested_is_not_started_again_even_where_only_its_record_is_left(pretend, tmp_path):
     pretend("scale=proxy")
-    assert pretend("scale=proxy") == ["scripts/prepare_data.py source=sotu"]
+    assert pretend("scale=proxy") == []
+    shutil.rmtree(tmp_path / "runs")
+    assert pretend("scale=proxy") == []
+    table = json.loads((tmp_path / "results" / "proxy" / "table2" / "table.json").read_text())
+    assert table["rows"]["rope"]["mean"] == [1.0, 1.0, 1.0]
 
 
 def test_a_failed_fine_tuning_is_named_and_missing_and_the_others_go_on(pretend, tmp_path, capsys):
