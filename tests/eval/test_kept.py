@@ -69,7 +69,7 @@ def test_a_kept_run_is_finished_and_is_read_where_it_is_kept(tmp_path: Path):
     assert run.record == run.run_dir
     assert only_kept(run).record == run.kept_dir
     assert run.status == "finished"
-    table = status_table([run])
+    table = status_table([run], {})
     assert table[["status", "step", "val/loss_256"]].to_numpy().tolist() == [["finished", "400/400", 2.5]]
     assert keep(run) is None
 
