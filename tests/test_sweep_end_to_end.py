@@ -20,6 +20,8 @@ TINY = [
     *("data.dir=data", "data.repeat=true", "device=cpu", "precision=fp32"),
 ]
 
+needs_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for children in /proc")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -48,18 +50,29 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def signal_all(pids: list[int], signum: int) -> None:
+    for pid in pids:
+        os.kill(pid, signum)
+
+
 @pytest.mark.slow
+@needs_linux
 def test_two_processes_a_run_are_stopped_by_sigterm_and_go_on_to_the_end(folder: Path) -> None:
     run_dir = folder / "runs" / "tiny" / "rope-seed0"
     first = subprocess.Popen(command("gpus_per_run=2"), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(run_dir.glob("checkpoints/step_000*")))
+    (torchrun,) = children(first.pid)
+    workers = children(torchrun)
+    assert len(workers) == 2
+    signal_all(workers, signal.SIGSTOP)  # so that they are not done before the next sweep has looked
     code, said = sweep("gpus_per_run=2")
     assert (code, said) == (
         2,
         "error: runs/tiny/rope-seed0 is being trained by another process; wait for it or end it\n",
     )
     first.send_signal(signal.SIGTERM)
-    _, said = first.communicate(timeout=120)
+    signal_all(workers, signal.SIGCONT)
+    _, said = first.communicate(timeout=240)
     assert first.returncode == 143, said
     assert "stopped by a signal" in (run_dir / "log.txt").read_text()
     assert sweep("status=true")[1].splitlines()[1].split()[:2] == ["rope-seed0", "interrupted"]
@@ -71,7 +84,7 @@ def test_two_processes_a_run_are_stopped_by_sigterm_and_go_on_to_the_end(folder:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+@needs_linux
 def test_a_job_is_submitted_once_and_signalled_before_its_end_goes_on_from_its_checkpoint(folder: Path) -> None:
     run_dir = folder / "runs" / "tiny" / "rope-seed0"
     code, said = sweep("launcher=submitit_local")
@@ -80,12 +93,16 @@ def test_a_job_is_submitted_once_and_signalled_before_its_end_goes_on_from_its_c
     assert match, said
     controller = int(match.group(1))
     wait_for(lambda: list(run_dir.glob("checkpoints/step_000*")))
+    (task,) = children(controller)
+    (torchrun,) = children(task)
+    workers = children(torchrun)
+    signal_all(workers, signal.SIGSTOP)  # so that they are not done before the next sweeps have looked
     assert f"rope-seed0 running (job {controller})" in " ".join(sweep("status=true")[1].split())
     code, said = sweep("launcher=submitit_local")
     assert (code, said) == (0, f"rope-seed0: running (job {controller}) already\n")
 
-    (task,) = children(controller)
     os.kill(task, signal.SIGUSR2)
+    signal_all(workers, signal.SIGCONT)
     code, said = sweep("launcher=submitit_local", "wait=true")
     assert code == 0, said
     assert f"rope-seed0: job {controller} has ended, finished" in said

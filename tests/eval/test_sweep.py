@@ -219,7 +219,7 @@ def test_a_signal_ends_the_children_and_leaves_the_run_resumable(runs_of, tmp_pa
     (run,) = runs_of("sleeps")
     sweep = start_sweep(run, tmp_path)
     sweep.send_signal(signum)
-    _, said = sweep.communicate(timeout=60)
+    _, said = sweep.communicate(timeout=240)
     assert sweep.returncode == code
     assert "the same command goes on" in said
     assert "Traceback" not in said
@@ -233,7 +233,7 @@ def test_a_child_does_not_outlive_a_sweep_that_is_killed_outright(runs_of, tmp_p
     (run,) = runs_of("sleeps")
     sweep = start_sweep(run, tmp_path)
     sweep.kill()
-    sweep.communicate(timeout=60)
+    sweep.communicate(timeout=240)
     wait_for(lambda: not is_alive(int((run.run_dir / "pid").read_text())))
 
 
@@ -242,7 +242,7 @@ def test_a_child_that_did_outlive_its_sweep_keeps_others_out(runs_of, tmp_path, 
     (run,) = runs_of("sleeps")
     sweep = start_sweep(run, tmp_path)
     sweep.kill()
-    sweep.communicate(timeout=60)
+    sweep.communicate(timeout=240)
     pid = int((run.run_dir / "pid").read_text())
     assert is_alive(pid)
     assert list(status_table([run], {})["status"]) == ["running"]

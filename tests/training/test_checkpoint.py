@@ -14,6 +14,7 @@ from training.checkpoint import load_weights, restore_checkpoint, save_checkpoin
 from training.checkpoint_folder import (
     awaits_validation,
     best_checkpoint,
+    check_not_moved,
     checkpoint_path,
     latest_checkpoint,
     list_checkpoints,
@@ -147,6 +148,16 @@ def test_the_config_and_the_wandb_id_are_in_the_checkpoint(tmp_path: Path):
     assert rest["config"]["wandb"]["id"] == "abc123"
     assert rest["config"]["position"]["logits"]["kind"] == "alibi"
     assert rest["config"]["train"]["length"] == 32
+
+
+def test_a_run_that_another_process_has_trained_further_meanwhile_is_refused(tmp_path: Path):
+    first = tmp_path / "checkpoints" / "step_000004"
+    check_not_moved(tmp_path, None)
+    first.mkdir(parents=True)
+    check_not_moved(tmp_path, first)
+    first.with_name("step_000008").mkdir()
+    with pytest.raises(ValueError, match=rf"another process trained run_dir={tmp_path} while .* start this one again"):
+        check_not_moved(tmp_path, first)
 
 
 def test_a_run_without_checkpoints_has_no_newest_one(tmp_path: Path):

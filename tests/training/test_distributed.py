@@ -25,6 +25,23 @@ def test_alone_a_process_is_the_main_one_and_sums_nothing():
         assert process.gather(3) == [3.0]
 
 
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [({}, []), ({"LOCAL_WORLD_SIZE": "2"}, [4]), ({"LOCAL_WORLD_SIZE": "2", "THREADS_PER_PROCESS": "1"}, [1])],
+    ids=str,
+)
+def test_processes_share_the_cores_with_each_other_and_with_the_other_runs_of_a_sweep(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], threads: list[int]
+):
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(distributed, "available_cores", lambda: 8)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with start_process("cpu"):
+        assert chosen == threads
+
+
 @pytest.mark.parametrize(("fast", "precision"), [(True, "bf16"), (False, "fp32")])
 def test_auto_precision_is_bf16_only_where_the_device_is_fast_at_it(
     monkeypatch: pytest.MonkeyPatch, fast: bool, precision: str
