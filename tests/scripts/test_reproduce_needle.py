@@ -27,12 +27,12 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(*words: str, untrained: tuple[str, ...] = (), failing: tuple[str, ...] = ()) -> list[str]:
         started = []
 
-        def train(runs: list, _config: Any, script: str = "train.py") -> list[Failure]:
-            fine_tunes = script == "scripts/needle.py"
+        def train(runs: list, _config: Any) -> list[Failure]:
+            fine_tunes = runs[0].script == "scripts/needle.py"
             lost = failing if fine_tunes else untrained
             waiting = [run for run in runs if run.status != "finished"]
             for run in waiting:
-                started.append(f"{script} {run.id}")
+                started.append(f"{run.script} {run.id}")
                 if run.row in lost:
                     continue
                 (run.run_dir / "checkpoints" / f"step_{run.steps:06d}").mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_run_that_did_not_finish_is_not_fine_tuned(pretend, capsys):
     with pytest.raises(SystemExit):
         pretend(untrained=("rope",))
     said = capsys.readouterr()
-    assert "1 failed: rope-seed0\n" in said.err
+    assert "1 failed: rope-seed0;" in said.err
     assert "| RoPE | missing | missing | missing |" in said.out
 
 

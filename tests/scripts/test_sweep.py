@@ -48,7 +48,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(tmp_path):
 def test_what_train_py_would_refuse_is_refused_before_anything_starts(tmp_path):
     for arguments, words in {
         ("only=[rope]",): "data.dir=data/shards/sotu_bytes: no such folder; make it:",
-        ("only=[alibi]", 'overrides=["position.logits.slopes=-1"]'): "alibi-seed0: position.logits.slopes",
+        ("only=[alibi]", 'overrides=["position.logits.slopes=[1,2,3]"]'): "alibi-seed0: position.logits.slopes",
     }.items():
         done = sweep(*arguments, cwd=tmp_path)
         assert done.returncode == 2
