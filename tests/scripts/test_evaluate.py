@@ -127,10 +127,10 @@ print("peak", int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_length_of_262144_tokens_is_evaluated_in_under_five_gigabytes(tmp_path: Path):
-    """One block of the laptop's model, since the blocks come one after the other. Its matrix T x T would be 275 GB."""
-    length = 1 << 18
+@pytest.mark.timeout(1800)
+def test_a_length_of_131072_tokens_is_evaluated_in_under_three_gigabytes(tmp_path: Path):
+    """One block of the laptop's model, since the blocks come one after the other. Its matrix T x T would be 69 GB."""
+    length = 1 << 17
     write_tiny_data(tmp_path / "data", val=length + 1)
     words = ["model.width=128", "position=scale_invariant_p_rope", "train.steps=1", "validation.lengths=[32]"]
     assert run(train.main, tiny_words(tmp_path, *words)) == 0
@@ -139,6 +139,6 @@ def test_a_length_of_262144_tokens_is_evaluated_in_under_five_gigabytes(tmp_path
     assert ran.returncode == 0, ran.stderr
     peak = int(ran.stdout.split("peak")[1])
     print(f"{peak / 1e9:.2f} GB")
-    assert peak < 5e9
+    assert peak < 3e9
     result = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert result["by_position"][str(length)]["edges"][-2:] == [length // 2, length]
