@@ -68,17 +68,26 @@ def measured(run: Run, settings: Mapping[str, int]) -> dict[str, Any] | None:
     """
     if run.status != "finished":
         return None
-    wanted = AttentionSettings(
+    wanted = _wanted(run, settings)
+    if run.record != run.run_dir:
+        return read_kept(run.record, wanted)
+    with start_process(run.config["device"], run.config["precision"]) as process:
+        return read_current(run.run_dir, wanted, process) or measure_run(run.run_dir, wanted, process, progress=True)
+
+
+def is_kept_without(run: Run, settings: Mapping[str, int]) -> bool:
+    """Whether a run was kept without its checkpoint and without its attention at these settings."""
+    return run.record != run.run_dir and read_kept(run.record, _wanted(run, settings)) is None
+
+
+def _wanted(run: Run, settings: Mapping[str, int]) -> AttentionSettings:
+    return AttentionSettings(
         length=_length(run, settings),
         sequences=settings["sequences"],
         queries=settings["queries"],
         pairs=settings["pairs"],
         seed=settings["seed"],
     )
-    if run.record != run.run_dir:
-        return read_kept(run.record, wanted)
-    with start_process(run.config["device"], run.config["precision"]) as process:
-        return read_current(run.run_dir, wanted, process) or measure_run(run.run_dir, wanted, process, progress=True)
 
 
 def trained_rows(contents: Mapping[Run, Mapping[str, Any] | None]) -> Iterator[dict[str, Any]]:

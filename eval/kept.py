@@ -25,12 +25,15 @@ ABSOLUTE_PATH = re.compile(r"(?<![\w./~])/(?:[^\s/,:;'\"\]})]+/)*([^\s/,:;'\"\]}
 def keep(run: Run) -> Path | None:
     """Copies a finished run to its `kept_dir`, whole or not at all; returns that, None where nothing is to be kept.
 
-    A run that is finished only because it was kept stays as it is.
+    A run that is finished only because it was kept stays as it is. One that was trained again, with the same config,
+    keeps the measurements that have not been made again.
     """
     if run.kept_dir is None or run.status != "finished" or run.record != run.run_dir:
         return None
     files = kept_files(run.run_dir)
     there = {path.name: path.read_text() for path in run.kept_dir.glob("*")}
+    if there.get("config.yaml") == files["config.yaml"]:
+        files = {name: there[name] for name in MEASUREMENTS if name in there} | files
     if files != there:
         _replace(run.kept_dir, files)
     return run.kept_dir

@@ -2,14 +2,15 @@
 
 Prepares its data, trains its runs (scripts/sweep.py), evaluates them (scripts/evaluate.py), and writes its tables and
 figures into results/EXPERIMENT and what was measured of each run into results/runs/. What is done already is skipped,
-so the same command can be stopped and started at any time; a run that is kept in results/runs/ needs no training. A run
-that failed is marked as missing in the tables, named at the end, and makes the exit code 1. An experiment that only
-calculates (fig2, fig6) has no runs.
+so the same command can be stopped and started at any time; a run that is kept in results/runs/ with what is asked for
+needs no training. A run that failed is marked as missing in the tables, named at the end, and makes the exit code 1. An
+experiment that only calculates (fig2, fig6) has no runs.
 """
 
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the roo
 from omegaconf import OmegaConf
 
 from configs.command import command, compose
-from eval.attention_experiment import measure_attention, read_settings
+from eval.attention_experiment import is_kept_without, measure_attention, read_settings
 from eval.child import Failure
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
 from eval.evaluation import evaluate_command, lacking, losses_by_position, why_missing
 from eval.experiment import Experiment, Run, select
 from eval.figures import loss_by_length, loss_by_position, loss_curves, save_figure
 from eval.kept import keep
-from eval.needle_experiment import by_scheme, collect_needles, needle_runs
+from eval.needle_experiment import NeedleRun, by_scheme, collect_needles, needle_runs
 from eval.needle_figure import accuracy_by_length, heat_maps
 from eval.sweep import available_cores, in_order, launch, make_slots, visible_gpus
 from eval.tables import collect, history, to_markdown, write_table
@@ -45,10 +46,12 @@ def main(config: Any) -> None:
     chosen = in_order(select(runs, config.only), config.order)
     by_position = experiment.measure == "loss"
     fine_tuned = needle_runs(experiment, chosen, needle_config) if experiment.measure == "needle" else []
-    unfinished = any(run.status != "finished" for run in [*chosen, *fine_tuned])
+    again = set(without_weights(experiment, chosen, fine_tuned))
+    to_train = [replace(run, kept_dir=None) if run in again else run for run in chosen]
+    unfinished = any(run.status != "finished" for run in [*to_train, *fine_tuned])
     if unfinished or (lacking(chosen) if by_position else not fine_tuned):
         prepare(experiment)
-    failures = train(chosen, config)
+    failures = train(to_train, config)
     if by_position:
         failures += evaluate(chosen, config)
     if ready := [run for run in fine_tuned if run.can_start]:
@@ -58,6 +61,14 @@ def main(config: Any) -> None:
     print("Written:", *paths, sep="\n  ")
     if report(failures):
         sys.exit(1)
+
+
+def without_weights(experiment: Experiment, runs: list[Run], fine_tuned: list[NeedleRun]) -> list[Run]:
+    """The runs that are kept without what the experiment measures, which takes their weights: to be trained again."""
+    lack = {copy.parent for copy in fine_tuned if copy.status != "finished"}
+    if experiment.measure == "attention":
+        lack = {run for run in runs if is_kept_without(run, read_settings(experiment))}
+    return [run for run in runs if run in lack and run.record != run.run_dir]
 
 
 def calculate(config: Any) -> None:
@@ -86,7 +97,7 @@ def evaluate(runs: list[Run], config: Any) -> list[Failure]:
     if not (jobs := lacking(runs)):
         return []
     slots = make_slots(1, config.runs_at_once, visible_gpus(), available_cores(), len(jobs))
-    return launch(jobs, evaluate_command, slots)
+    return launch(jobs, evaluate_command, slots, config.retry_failed)
 
 
 def measure_loss(experiment: Experiment, runs: list[Run]) -> list[Path]:
@@ -122,11 +133,8 @@ def measure_figure_1(experiment: Experiment, runs: list[Run]) -> list[Path]:
     return measure_attention(experiment, runs, {"command": command_line(), "commit": commit()})
 
 
-MEASURES = {
-    "loss": measure_loss,
-    "needle": measure_needles,
-    "attention": measure_figure_1,
-}  # an experiment's key `measure`
+# What an experiment's key `measure` can be.
+MEASURES = {"loss": measure_loss, "needle": measure_needles, "attention": measure_figure_1}
 
 
 def command_line() -> str:

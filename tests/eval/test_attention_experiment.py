@@ -13,9 +13,17 @@ import pytest
 import train
 from configs.command import compose
 from eval import attention_experiment
-from eval.attention_experiment import iid_rows, measure_attention, measured, read_settings, trained_rows
+from eval.attention_experiment import (
+    iid_rows,
+    is_kept_without,
+    measure_attention,
+    measured,
+    read_settings,
+    trained_rows,
+)
 from eval.attention_figures import figure_1
 from eval.experiment import Experiment, Run, expand, read_experiment
+from eval.kept import keep
 from tests.tiny_run import SIZES, run, write_tiny_data
 
 MADE_BY = {"command": "make", "commit": "abc"}
@@ -66,6 +74,24 @@ def test_figure_1_is_written_from_what_is_finished_and_names_what_is_missing(fol
     assert missing[["source", "scheme", "mean"]].to_numpy().tolist() == [["trained", "logn_p_rope", ""]]
     said = capsys.readouterr().out
     assert "3 of 6 runs are missing: p_rope-seed1, logn_p_rope-seed0, logn_p_rope-seed1" in said
+
+
+def test_what_was_kept_of_a_run_stands_for_it_where_it_is_of_the_same_settings(folder: Path):
+    one = next(one for one in experiment_of(folder)[1] if one.id == "p_rope-seed0")
+    assert not is_kept_without(one, SETTINGS)  # it has its weights
+    whole = measured(one, SETTINGS)
+    assert whole
+    keep(one)
+    one.run_dir.rename(folder / "moved")
+    try:
+        kept = measured(one, SETTINGS)
+        assert kept
+        assert kept["layers"] == whole["layers"]
+        assert not is_kept_without(one, SETTINGS)
+        assert measured(one, SETTINGS | {"queries": 7}) is None
+        assert is_kept_without(one, SETTINGS | {"queries": 7})
+    finally:
+        (folder / "moved").rename(one.run_dir)
 
 
 def test_trained_values_are_mean_and_standard_error_over_layers_heads_and_seeds(folder: Path):

@@ -146,6 +146,22 @@ def test_a_kept_run_is_replaced_when_there_is_more_and_left_alone_when_there_is_
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_a_run_trained_again_keeps_what_was_not_measured_again_unless_its_config_is_another(tmp_path: Path):
+    run = make_run(tmp_path)
+    (run.run_dir / "needle.json").write_text("{}")
+    folder = keep(run)
+    assert folder
+    (run.run_dir / "needle.json").unlink()
+    (run.run_dir / "eval.json").write_text('{"loss": 2}')
+    keep(run)
+    assert json.loads((folder / "eval.json").read_text()) == {"loss": 2}
+    assert (folder / "needle.json").read_text() == "{}\n"
+    run.run_dir.rename(run.run_dir.with_name("moved"))
+    make_run(tmp_path, "train.tokens_per_step=4096", "train.micro_batch_tokens=4096")
+    keep(run)
+    assert not (folder / "needle.json").exists()
+
+
 def test_a_kill_while_keeping_leaves_no_part_that_looks_like_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = make_run(tmp_path)
     files = {name: text for name, text in kept.kept_files(run.run_dir).items() if name != "eval.json"}

@@ -96,6 +96,17 @@ def test_what_is_fine_tuned_and_tested_is_not_started_again_even_where_only_its_
     assert table["rows"]["rope"]["mean"] == [1.0, 1.0, 1.0]
 
 
+def test_a_run_that_was_kept_without_its_needles_is_trained_again_for_its_weights(pretend, tmp_path):
+    pretend("scale=proxy")
+    shutil.rmtree(tmp_path / "runs")
+    kept = tmp_path / "results" / "proxy" / "runs" / "4k" / "rope-seed0"
+    (kept / "needle.json").unlink()
+    (kept / "eval.json").write_text("{}")
+    assert pretend("scale=proxy")[1:] == ["train.py rope-seed0", "scripts/needle.py rope-seed0-needle-seed0"]
+    assert json.loads((kept / "needle.json").read_text())["accuracy"]["4096"]["mean"] == 1.0
+    assert (kept / "eval.json").exists()
+
+
 def test_a_failed_fine_tuning_is_named_and_missing_and_the_others_go_on(pretend, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         pretend(failing=("rope",))
