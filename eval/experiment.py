@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from eval.runs import load_config, run_status
 
 KEYS = {"name", "title", "base", "scales", "axes", "seeds", "fast", "runs_in"}
-KEYS |= {"measure", "measure_with", "fast_needle", "reference"}
+KEYS |= {"measure", "measure_with", "fast_needle", "reference", "same_runs"}
 SCALE_KEYS = {"arguments", "prepare", "published", "needle", "prepare_needle"}
 
 
@@ -24,6 +24,7 @@ class Experiment:
     """A named set of runs. `shared` are the arguments of all runs.
 
     `folder` is its place below results/, `runs_in` that of its runs below runs/: experiments may have runs in common.
+    `same_runs` names the rows whose runs other experiments make under the name of another row.
     `measure` says what is measured of a trained run (`needle` are the arguments of scripts/needle.py for that,
     `measure_with` the settings of attention statistics), `reference` the row that the others are compared with.
     `kept_in` is where what was measured of its runs is kept, None for a trial (a run that is fast or has a name).
@@ -44,6 +45,7 @@ class Experiment:
     needle: tuple[str, ...] = ()
     prepare_needle: tuple[str, ...] = ()
     measure_with: Mapping[str, Any] = field(default_factory=dict)
+    same_runs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -152,6 +154,7 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         needle=(*(scale.get("needle") or ()), *((description.get("fast_needle") or ()) if config["fast"] else ())),
         prepare_needle=tuple(scale.get("prepare_needle") or ()),
         measure_with=description.get("measure_with", {}),
+        same_runs=description.get("same_runs", {}),
     )
 
 
@@ -179,7 +182,7 @@ def expand(experiment: Experiment, compose: Callable[[list[str]], Mapping[str, A
         axes = dict(zip(experiment.axes, values, strict=True))
         row = "-".join(_label(key, value) for key, value in axes.items())
         for seed in experiment.seeds:
-            run_dir = Path("runs", experiment.runs_in, f"{row}-seed{seed}")
+            run_dir = Path("runs", experiment.runs_in, f"{experiment.same_runs.get(row, row)}-seed{seed}")
             overrides = [*experiment.shared, *(f"{key}={_word(value)}" for key, value in axes.items())]
             overrides += [f"seed={seed}", f"run_dir={run_dir}"]
             kept_dir = experiment.kept_in and experiment.kept_in / run_dir.name

@@ -17,7 +17,9 @@ from eval.child import locked_log, remembered_failure
 from eval.experiment import Run, expand, read_experiment, refuse_changed, select
 from eval.sweep import in_order, launch, make_slots, status_table, torchrun
 from tests.fake_train import STEPS, fake_train, make_runs, starts, wait_for
+from training.run_config import explicit, first_difference
 
+ROOT = Path(__file__).parents[2]
 ONE_SLOT = [{"OMP_NUM_THREADS": "1"}]
 
 
@@ -124,6 +126,32 @@ def test_a_reference_that_is_no_row_is_refused_before_anything_starts():
         expand(read_experiment(description(axes={"position": ["rope", "alibi"]}, reference="yarn")), lambda _: {})
 
 
+def test_a_row_may_take_the_runs_of_another_experiment_s_row():
+    axes = {"position": ["rope"], "position.logits.tau": [1, 2]}
+    mine = description(runs_in="common", axes=axes, seeds=[0], same_runs={"rope-tau_1": "rope"})
+    same, own = expand(read_experiment(mine), lambda _: {})
+    assert (same.row, same.run_dir) == ("rope-tau_1", Path("runs/common/rope-seed0"))
+    assert (own.row, own.run_dir) == ("rope-tau_2", Path("runs/common/rope-tau_2-seed0"))
+    assert same.kept_dir == Path("results/runs/common/rope-seed0")
+
+
+@pytest.mark.parametrize("scale", ["full", "proxy"])
+def test_the_experiments_agree_on_the_runs_that_they_have_in_common(scale: str):
+    arguments: dict[Path, set[tuple[str, ...]]] = {}
+    for path in sorted((ROOT / "configs" / "experiment").glob("*.yaml")):
+        experiment = OmegaConf.load(path)
+        if scale in experiment.get("scales", {}) and "axes" in experiment:
+            settings = {"experiment": experiment, "scale": scale, "fast": False, "name": None, "overrides": []}
+            for run in expand(read_experiment(settings), lambda _: {}):
+                if run.seed == 0:
+                    arguments.setdefault(run.run_dir, set()).add(run.overrides)
+    shared = {folder: words for folder, words in arguments.items() if len(words) > 1}
+    assert any("tau" in word for words in shared.values() for one in words for word in one)  # fig5's
+    for folder, words in shared.items():
+        first, *others = (explicit(compose("train", list(one))) for one in sorted(words))
+        assert [first_difference(first, other) for other in others] == [None] * len(others), folder
+
+
 def test_what_is_measured_is_kept_by_scale_and_of_trials_not_at_all():
     assert read_experiment(description(runs_in="4k")).kept_in == Path("results/runs/4k")
     small = read_experiment(description(runs_in="4k", scale="proxy"))
@@ -211,7 +239,8 @@ def start_sweep(run: Run, folder: Path) -> subprocess.Popen:
         import signal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the test itself runs in the background
         from eval.sweep import launch
-        from tests.fake_train import fake_train, make_runs
+        from training.run_config import explicit, first_difference
+from tests.fake_train import fake_train, make_runs
         launch(make_runs("{run.row}"), fake_train, [{{}}])
     """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
