@@ -16,6 +16,7 @@ from configs.command import command
 from configs.schema import check
 from data.loader import TrainBatches, open_split, validation_batches
 from eval.loss import loss_by_length
+from model.attend import check_trainable
 from model.gpt import GPT
 from training.checkpoint import restore_checkpoint, save_checkpoint
 from training.checkpoint_folder import (
@@ -69,8 +70,7 @@ def run(
     run_dir = Path(config.run_dir)
     with process.together():
         batches, measure = open_data(config, process)
-        if config.attention.startswith("flex") and process.device.type == "cpu":
-            raise ValueError(f"attention={config.attention} has no gradients on a CPU; use attention=auto or blockwise")
+        check_trainable(config.attention, process.device)
         check_run_dir(run_dir, config)
         config.wandb.id = wandb_id(run_dir, config)
         state = build_state(config, process.device)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from eval.timing import DTYPES, choose_device, compare, machine
 from model.attend import BACKENDS, attend
 from model.attend.flex import unsupported
+from model.attend.native import unavailable as unavailable_natively
 from model.position import Plan, build_position
 from training.flops import peak_flops
 
@@ -113,6 +114,8 @@ def _can_serve(backend: str, plan: Plan, tensors: list[Tensor]) -> bool:
         q, k, v = tensors
         closed = backend == "flex" or plan.transform is None or plan.transform.formula is not None
         return closed and not unsupported(q, k, v, plan.transform)
+    if backend == "native":
+        return not unavailable_natively(tensors[0])
     return backend != "sdpa" or plan.transform is None
 
 

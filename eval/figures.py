@@ -8,6 +8,7 @@ its final value in the panel's title, so that the rest stay apart.
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,7 @@ def _limit(panel: Axes, curves: Mapping[str, np.ndarray], table: Table) -> str:
     low, high = low - margin, high + margin
     panel.set_ylim(low, high)
     above = [f"{table.rows[row_id].name} at {curve[-1]:.2f}" for row_id, curve in curves.items() if curve[-1] > high]
-    return f"\nends above: {', '.join(above)}" if above else ""
+    return "\n" + fill(f"ends above: {', '.join(above)}", 40) if above else ""
 
 
 def _if_trained(table: Table, length: int) -> str:

@@ -14,6 +14,7 @@ from jaxtyping import install_import_hook
 PLAIN = "beartype.FrozenDict({plain: object for plain in (bool, int, float, str)})"
 install_import_hook(["model", "training"], f"beartype.beartype(conf=beartype.BeartypeConf(hint_overrides={PLAIN}))")
 
+from model.attend.native_build import why_impossible  # noqa: E402
 from model.gpt import GPT, GPTConfig  # noqa: E402
 from tests.browser import NO_BROWSER, find_browser  # noqa: E402
 
@@ -26,19 +27,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a CUDA device or a browser the tests that need it are deselected: they are no part of that suite."""
+    """Without a CUDA device, a browser or a compiler the tests that need it are deselected: no part of that suite."""
     marked = {item for item in items if item.get_closest_marker("browser")}
     lacking = set() if marked and find_browser() else marked
     if not torch.cuda.is_available():
         lacking |= {item for item in items if item.get_closest_marker("gpu")}
+    if why_impossible():
+        lacking |= {item for item in items if item.get_closest_marker("compiler")}
     config.hook.pytest_deselected(items=list(lacking))
     items[:] = [item for item in items if item not in lacking]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says that tests were left out for want of a browser."""
+    """Says that tests were left out for want of a browser or of a compiler."""
     if find_browser() is None:
         terminalreporter.write_line(NO_BROWSER, yellow=True)
+    if reason := why_impossible():
+        terminalreporter.write_line(f"without the tests of attention=native: {reason}", yellow=True)
 
 
 @pytest.fixture(autouse=True)

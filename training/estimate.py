@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from model.attend.native import workspace_bytes
+from model.attend.native_build import load_kernel
 from model.cross_entropy import CHUNK_ELEMENTS
 from model.gpt import GPT
 from training.distributed import fast_bf16, world_size
@@ -77,7 +79,7 @@ def estimate_memory(config: Any, model: GPT, device: str, precision: str, device
     )  # its gradients: of the hidden states and of the output layer
     # a gradient of the MLP is 4 times as wide, and a norm's backward has four tensors of the residual stream's size;
     # attention's turn comes when the MLP's are gone
-    work = max(tokens * width * (4 * rounded + 4 * FP32), _attention_workspace(model, config, device))
+    work = max(tokens * width * (4 * rounded + 4 * FP32), _attention_workspace(model, config, device, micro, rounded))
     if checkpointing:
         work += block - entering
     return Memory(
@@ -196,11 +198,14 @@ def _bytes_of_a_block(config: Any, model: GPT, device: str, rounded: int) -> int
     return config.model.width * (precise * FP32 + products * rounded) + FP32 * (2 + 3 * config.model.n_head)
 
 
-def _attention_workspace(model: GPT, config: Any, device: str) -> int:
-    """Of the CPU's strips: two of 128 rows, and six copies of a group of heads of 8192 keys (or one head)."""
+def _attention_workspace(model: GPT, config: Any, device: str, rows: int, rounded: int) -> int:
+    """Of the CPU's kernel; of its strips: two of 128 rows, and six copies of a group of heads of 8192 keys (or one)."""
     if device != "cpu" or model.position.plan(1).transform is None:
         return 0
-    keys = max(8192, config.train.length)
+    n_head, length = config.model.n_head, config.train.length
+    if rounded == FP32 and config.attention in ("auto", "native") and not isinstance(load_kernel(), str):
+        return workspace_bytes(length, config.model.width // n_head, rows * n_head, torch.get_num_threads())
+    keys = max(8192, length)
     return FP32 * (2 * 128 * keys + 6 * keys * (config.model.width // config.model.n_head))
 
 

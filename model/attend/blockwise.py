@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from model.attend.layout import heads_inside
 from model.attend.transform import Transform
 
 _ROWS = 128  # of a strip; half of it up to 1024 keys, where the masked triangle weighs more than the calls
@@ -80,7 +81,7 @@ def _forward(
     shift: Float[Tensor, "#H Tk"],
 ) -> Float[Tensor, "B H Tq d"]:
     """Strip by strip: scores, weights in their place, mean values."""
-    out, tables = _heads_inside(q), _Tables(scale, shift, q.shape[3])
+    out, tables = heads_inside(q), _Tables(scale, shift, q.shape[3])
     in_tiles = min(q.shape[2], _ROWS) * k.shape[2] > _ROWS * _KEYS  # a strip of a few rows may be long
     groups, strips = _groups(k), _strips(q, k, _TILE_ROWS if in_tiles else _ROWS)
     workspace = scale.new_empty(_most_elements(groups, strips, _TILE_KEYS if in_tiles else k.shape[2]))
@@ -148,7 +149,7 @@ def _backward(
     tables_need_grad: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, scale and shift: in each strip the weights again, then the softmax backward."""
-    d_q, d_k, d_v, tables = _heads_inside(q), _heads_inside(k), _heads_inside(v), _Tables(scale, shift, q.shape[3])
+    d_q, d_k, d_v, tables = heads_inside(q), heads_inside(k), heads_inside(v), _Tables(scale, shift, q.shape[3])
     d_scale, d_shift = (
         torch.zeros_like(table) if need else None for table, need in zip((scale, shift), tables_need_grad, strict=True)
     )
@@ -271,12 +272,6 @@ def _add_by_distance(d_table: Float[Tensor, "h Tk"], values: Float[Tensor, "bh R
         d_table[:, :C] += sums.sum(0)
     else:
         d_table[heads, :C] += sums
-
-
-def _heads_inside(like: Float[Tensor, "B H T d"]) -> Float[Tensor, "B H T d"]:
-    """Empty tensor that lies in memory as (B, T, H, d), so that joining the heads later is free."""
-    B, H, T, d = like.shape
-    return like.new_empty(B, T, H, d).transpose(1, 2)
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """Checks the arguments of attention and picks the backend."""
 
+import warnings
+from functools import cache
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -7,6 +10,8 @@ from torch import Tensor
 from model.attend.blockwise import blockwise
 from model.attend.dense import dense
 from model.attend.flex import flex, flex_closed_form, unsupported
+from model.attend.native import native
+from model.attend.native import unavailable as unavailable_natively
 from model.attend.sdpa import sdpa
 from model.attend.transform import Transform
 
@@ -14,9 +19,12 @@ BACKENDS = {
     "dense": dense,
     "sdpa": sdpa,
     "blockwise": blockwise,
+    "native": native,
     "flex": flex,
     "flex_closed_form": flex_closed_form,
 }
+
+_FEWEST_ROWS = 16  # of queries for which "auto" takes native
 
 
 def attend(
@@ -33,8 +41,8 @@ def attend(
 
     Distances t are in tokens. The queries are the last Tq of the Tk positions, so row r of q stands at position
     i = Tk - Tq + r (cached decoding when Tq < Tk). `backend` is a key of BACKENDS, or "auto": "sdpa" without a
-    transform; with one, "flex" on CUDA where it can serve, else "blockwise". Autocast is off inside: the products keep
-    the dtype that is given.
+    transform; with one, "flex" on CUDA and "native" for fp32 on a CPU, where they can serve, else "blockwise". Autocast
+    is off inside: the products keep the dtype that is given.
 
     Returns a tensor of the shape and dtype of q. Raises ValueError for shapes, dtypes or devices that do not
     fit, for an unknown backend, and for a backend that cannot serve the request.
@@ -43,12 +51,28 @@ def attend(
         transform = None
     _check(q, k, v, transform)
     check_backend(backend, transform)
-    if backend == "auto" and transform is None:
-        backend = "sdpa"
-    elif backend == "auto":
-        backend = "flex" if q.is_cuda and not unsupported(q, k, v, transform) else "blockwise"
+    if backend == "auto":
+        backend = _automatic(q, k, v, transform)
     with torch.autocast(q.device.type, enabled=False):
         return BACKENDS[backend](q, k, v, transform)
+
+
+def _automatic(q: Tensor, k: Tensor, v: Tensor, transform: Transform | None) -> str:
+    if transform is None:
+        return "sdpa"
+    if q.is_cuda and not unsupported(q, k, v, transform):
+        return "flex"
+    # a few rows are not worth packing all keys; half precision has products of its own where the processor has
+    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[2] >= _FEWEST_ROWS:
+        if not (reason := unavailable_natively(q)):
+            return "native"
+        _warn_once(reason)
+    return "blockwise"
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"attention=auto takes blockwise instead of native, which is faster: {reason}", stacklevel=4)
 
 
 def check_backend(backend: str, transform: Transform | None) -> None:
@@ -58,13 +82,21 @@ def check_backend(backend: str, transform: Transform | None) -> None:
     if backend == "sdpa" and transform is not None:
         raise ValueError(
             "attention=sdpa cannot scale or shift logits by distance, as this position scheme does; choose auto, flex, "
-            "blockwise or dense"
+            "native, blockwise or dense"
         )
     if backend == "flex_closed_form" and transform is not None and transform.formula is None:
         raise ValueError(
             "attention=flex_closed_form can't serve scale and shift that are learned or have no closed form; choose "
-            "auto, flex or blockwise"
+            "auto, flex, native or blockwise"
         )
+
+
+def check_trainable(backend: str, device: torch.device) -> None:
+    """Raises ValueError for a backend without gradients on the device, or one that can't work there at all."""
+    if backend.startswith("flex") and device.type == "cpu":
+        raise ValueError(f"attention={backend} has no gradients on a CPU; use attention=auto, native or blockwise")
+    if backend == "native" and (reason := unavailable_natively(torch.empty(0, device=device))):
+        raise ValueError(f"attention=native can't serve this: {reason}; use attention=auto or blockwise")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, transform: Transform | None) -> None:

@@ -4,6 +4,7 @@ import inspect
 import math
 import subprocess
 import sys
+import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from model.attend import BACKENDS, Transform, attend
 
 ROOT = Path(__file__).resolve().parents[2]
 Leaves = tuple[Tensor, Tensor, Tensor]  # q, k, v
-EAGER = [name for name in BACKENDS if "flex" not in name]  # those are in test_attend_flex.py
+# flex is in test_attend_flex.py, the compiled kernel, which has no float64, in test_attend_native.py
+EAGER = [name for name in BACKENDS if "flex" not in name and name != "native"]
 TRANSFORMING = [name for name in EAGER if name != "sdpa"]
 
 
@@ -250,13 +252,42 @@ def test_activation_checkpointing_gives_the_same_gradients():
     assert_close(list(torch.autograd.grad(again.square().sum(), [*leaves, scale, shift])), list(plain), 0.0)
 
 
-def test_automatic_choice_is_sdpa_without_and_blockwise_with_a_transform(monkeypatch: pytest.MonkeyPatch):
-    leaves, chosen = inputs(5), []
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backends that are called from now on, instead of what they would do."""
+    names: list[str] = []
     for name in BACKENDS:
-        monkeypatch.setitem(BACKENDS, name, lambda q, k, v, transform, name=name: chosen.append(name) or q)
-    for transform in (None, Transform(), Transform(*tables(5))):
+        monkeypatch.setitem(BACKENDS, name, lambda q, k, v, transform, name=name: names.append(name) or q)
+    return names
+
+
+def test_automatic_choice_is_sdpa_without_a_transform(chosen: list[str]):
+    for transform in (None, Transform()):
+        attend(*inputs(50), transform)
+    assert chosen == ["sdpa", "sdpa"]
+
+
+@pytest.mark.compiler
+def test_automatic_choice_with_a_transform_is_native_for_enough_rows_of_fp32(chosen: list[str]):
+    transform = Transform(*tables(50, dtype=torch.float32))
+    for dtype, n_query in ((torch.float32, 50), (torch.float32, 1), (torch.bfloat16, 50), (torch.float64, 50)):
+        attend(*inputs(50, n_query=n_query, dtype=dtype), transform)
+    assert chosen == ["native", "blockwise", "blockwise", "blockwise"]
+
+
+def test_automatic_choice_without_a_compiler_is_blockwise_and_says_so_once(
+    chosen: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("model.attend.dispatch.unavailable_natively", lambda q: "there is no compiler here")
+    leaves, transform = inputs(50, dtype=torch.float32), Transform(*tables(50, dtype=torch.float32))
+    with pytest.warns(
+        UserWarning, match="takes blockwise instead of native, which is faster: there is no compiler here"
+    ):
         attend(*leaves, transform)
-    assert chosen == ["sdpa", "sdpa", "blockwise"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(*leaves, transform)
+    assert chosen == ["blockwise", "blockwise"]
 
 
 def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -268,7 +299,7 @@ def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     [
         (
             {"backend": "flash"},
-            "attention=flash is unknown; choose one of: auto, dense, sdpa, blockwise, flex, flex_closed_form",
+            "attention=flash is unknown; choose one of: auto, dense, sdpa, blockwise, native, flex, flex_closed_form",
         ),
         ({"backend": "sdpa"}, "attention=sdpa cannot scale or shift"),
         ({"q": shape(1, 2, 9, 4)}, "Tq=9 must lie in 1..Tk=8"),
@@ -315,8 +346,9 @@ def peak_added(backend: str, T: int) -> int:
     return int(subprocess.check_output([sys.executable, "-c", PEAK, backend, str(T)], cwd=ROOT, text=True))
 
 
-def test_blockwise_stays_far_under_the_memory_of_all_logits():
-    assert peak_added("blockwise", 8192) < 4 * 8192**2 / 4
+@pytest.mark.parametrize("backend", ["blockwise", pytest.param("native", marks=pytest.mark.compiler)])
+def test_memory_stays_far_under_that_of_all_logits(backend: str):
+    assert peak_added(backend, 8192) < 4 * 8192**2 / 4
 
 
 def test_the_measurement_of_memory_sees_all_logits_where_they_are():
