@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("model", "training", "data", "eval", "scripts", "configs")
 # From the bottom to the top. A module may import its own layer and those below it; the longest name counts.
 LAYERS = [
-    ("model.attend", "model.cross_entropy"),
+    ("model.precision", "model.attend", "model.cross_entropy"),
     ("model.position",),
     ("model.attention", "model.infini", "model.cache"),
     ("model",),

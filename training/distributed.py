@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model.precision import fast_bf16
+
 
 class Stopped(Exception):
     """A signal asked the run to stop, between two steps or two batches of a validation."""
@@ -202,14 +204,6 @@ def choose_device(device: str, local_rank: int = 0) -> torch.device:
             f"device=cpu" + (f", or --nproc_per_node={count}" if count else "")
         )
     return torch.device("cuda", local_rank)
-
-
-def fast_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 matrices faster than fp32 ones (elsewhere it emulates them, slowly)."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    processor = torch.cpu.get_capabilities()
-    return any(processor.get(feature, False) for feature in ("avx512_bf16", "amx_bf16"))
 
 
 def keep_freed_memory() -> None:

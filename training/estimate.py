@@ -14,7 +14,8 @@ from model.attend.native import workspace_bytes
 from model.attend.native_build import load_kernel
 from model.cross_entropy import CHUNK_ELEMENTS
 from model.gpt import GPT
-from training.distributed import fast_bf16, world_size
+from model.precision import fast_bf16
+from training.distributed import world_size
 from training.flops import flops_per_token
 from training.state import build_model
 from training.step import micro_batch_rows
@@ -203,7 +204,10 @@ def _attention_workspace(model: GPT, config: Any, device: str, rows: int, rounde
     if device != "cpu" or model.position.plan(1).transform is None:
         return 0
     n_head, length = config.model.n_head, config.train.length
-    if rounded == FP32 and config.attention in ("auto", "native") and not isinstance(load_kernel(), str):
+    by_strips = config.attention == "blockwise" or (
+        config.attention == "auto" and rounded < FP32 and fast_bf16_on(device)
+    )
+    if not by_strips and not isinstance(load_kernel(), str):
         return workspace_bytes(length, config.model.width // n_head, rows * n_head, torch.get_num_threads())
     keys = max(8192, length)
     return FP32 * (2 * 128 * keys + 6 * keys * (config.model.width // config.model.n_head))

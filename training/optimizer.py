@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from model.gpt import GPT
-from training.distributed import fast_bf16
+from model.precision import fast_bf16
 
 # Coefficients of the quintic iteration: they push every singular value towards 1 fast, without converging exactly.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

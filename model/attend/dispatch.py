@@ -14,6 +14,7 @@ from model.attend.native import native
 from model.attend.native import unavailable as unavailable_natively
 from model.attend.sdpa import sdpa
 from model.attend.transform import Transform
+from model.precision import fast_bf16
 
 BACKENDS = {
     "dense": dense,
@@ -41,8 +42,8 @@ def attend(
 
     Distances t are in tokens. The queries are the last Tq of the Tk positions, so row r of q stands at position
     i = Tk - Tq + r (cached decoding when Tq < Tk). `backend` is a key of BACKENDS, or "auto": "sdpa" without a
-    transform; with one, "flex" on CUDA and "native" for fp32 on a CPU, where they can serve, else "blockwise". Autocast
-    is off inside: the products keep the dtype that is given.
+    transform; with one, "flex" on CUDA and "native" on a CPU, where they can serve, else "blockwise". Autocast is off
+    inside: the products keep the dtype that is given.
 
     Returns a tensor of the shape and dtype of q. Raises ValueError for shapes, dtypes or devices that do not
     fit, for an unknown backend, and for a backend that cannot serve the request.
@@ -62,8 +63,9 @@ def _automatic(q: Tensor, k: Tensor, v: Tensor, transform: Transform | None) -> 
         return "sdpa"
     if q.is_cuda and not unsupported(q, k, v, transform):
         return "flex"
-    # a few rows are not worth packing all keys; half precision has products of its own where the processor has
-    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[2] >= _FEWEST_ROWS:
+    # a few rows are not worth packing all keys, and blockwise multiplies bf16 as such where the processor can
+    own_products = q.dtype == torch.float64 or (q.dtype == torch.bfloat16 and fast_bf16(q.device))
+    if q.device.type == "cpu" and not own_products and q.shape[2] >= _FEWEST_ROWS:
         if not (reason := unavailable_natively(q)):
             return "native"
         _warn_once(reason)

@@ -268,11 +268,16 @@ def test_automatic_choice_is_sdpa_without_a_transform(chosen: list[str]):
 
 
 @pytest.mark.compiler
-def test_automatic_choice_with_a_transform_is_native_for_enough_rows_of_fp32(chosen: list[str]):
+@pytest.mark.parametrize("fast", [True, False])
+def test_automatic_choice_with_a_transform_is_native_for_enough_rows(
+    fast: bool, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("model.attend.dispatch.fast_bf16", lambda device: fast)
     transform = Transform(*tables(50, dtype=torch.float32))
-    for dtype, n_query in ((torch.float32, 50), (torch.float32, 1), (torch.bfloat16, 50), (torch.float64, 50)):
-        attend(*inputs(50, n_query=n_query, dtype=dtype), transform)
-    assert chosen == ["native", "blockwise", "blockwise", "blockwise"]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        attend(*inputs(50, dtype=dtype), transform)
+    attend(*inputs(50, n_query=1, dtype=torch.float32), transform)
+    assert chosen == ["native", "native", "blockwise" if fast else "native", "blockwise", "blockwise"]
 
 
 def test_automatic_choice_without_a_compiler_is_blockwise_and_says_so_once(
