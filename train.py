@@ -27,6 +27,7 @@ from training.checkpoint_folder import (
     record_validation,
 )
 from training.distributed import Process, Stopped, StopSignal, start_process
+from training.environment import describe_environment
 from training.estimate import describe_run
 from training.health import check_finite, check_same_step, check_step
 from training.log import RunLog
@@ -137,6 +138,7 @@ def train(config: Any, state: TrainState, batches: Batches, measure: Measure, pr
         for block in state.model.blocks:  # by block: one compilation serves all layers
             block.compile()
     log.info(describe(config, state, rows // micro_batch_rows(rows, batches.length, at_once), process))
+    log.info(f"on {describe_environment(process.device)}")
     metrics = StepMetrics(config, state, process)
     stop = StopSignal()
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.timing import DTYPES, choose_device, compare, machine
+from eval.timing import DTYPES, choose_device, compare
 from model.attend import BACKENDS, attend
 from model.attend.flex import unsupported
 from model.attend.native import unavailable as unavailable_natively
 from model.position import Plan, build_position
+from training.environment import machine
 from training.flops import peak_flops
 
 REFERENCE = "plain sdpa"

@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from data.loader import TokenStream, TrainBatches, open_split
 from data.shards import count_tokens, read_shard, write_shard
-from eval.timing import compare, machine
+from eval.timing import compare
 from training.distributed import available_cores
+from training.environment import machine
 
 VOCAB_SIZE = 50257
 CPU = torch.device("cpu")

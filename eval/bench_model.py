@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eval.timing import choose_device, compare, machine
+from eval.timing import choose_device, compare
 from model.gpt import GPT
+from training.environment import machine
 from training.flops import flops_per_token
 from training.state import build_model
 

@@ -10,7 +10,8 @@ from typing import Any
 from data.prepare import prepare
 from data.sources import sotu_files
 from data.tokenizer import GPT2Tokenizer
-from eval.timing import choose_device, compare, machine
+from eval.timing import choose_device, compare
+from training.environment import machine
 
 REFERENCE = "tiktoken.encode_ordinary_batch"
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eval.timing import choose_device, machine, resident_bytes, seconds
+from eval.timing import choose_device, resident_bytes, seconds
 from training.distributed import start_process
+from training.environment import machine
 from training.flops import flops_per_token
 from training.optimizer import Muon
 from training.state import build_model, build_state

@@ -17,6 +17,7 @@ ABSENT = "–"
 STARTED = re.compile(  # what train.py logs first
     r"(\S+ \S+) .* \(([\d,]+) parameters\), .*: steps .* on (.+) in (\w+), (\d+) forward passes a step"
 )
+MACHINE = re.compile(r"\S+ \S+ on (.*, torch .*)")  # what it logs next
 
 
 @dataclass(frozen=True)
@@ -141,14 +142,15 @@ def differences(runs: Sequence[ReportedRun]) -> Grid | None:
 
 
 def environments(runs: Sequence[ReportedRun]) -> Grid:
-    """What log.txt says of where a run ran last and how it went, and which checkpoints there are."""
+    """What log.txt says of where and with what a run ran last and how it went, and which checkpoints there are."""
     rows = []
     for run in runs:
         starts = [found for line in run.log if (found := STARTED.match(line))]
         last = list(starts[-1].groups()) if starts else [ABSENT] * STARTED.groups
         checkpoints = ", ".join(f"{step:,}" for step in run.checkpoints) or ABSENT
+        machines = [found[1] for line in run.log if (found := MACHINE.match(line))]
         row = [Cell(run.name), *map(Cell, last), number(len(starts)), Cell(run.log[-1] if run.log else ABSENT)]
-        rows.append([*row, Cell(checkpoints)])
+        rows.append([*row, Cell(checkpoints), Cell(machines[-1] if machines else ABSENT)])
     columns = [
         "Run",
         "Started",
@@ -159,7 +161,9 @@ def environments(runs: Sequence[ReportedRun]) -> Grid:
         "Starts",
         "Last line of log.txt",
     ]
-    return Grid("Of the last start of each run, from log.txt.", [*columns, "Checkpoints at step"], rows)
+    return Grid(
+        "Of the last start of each run, from log.txt.", [*columns, "Checkpoints at step", "Machine and code"], rows
+    )
 
 
 def run_scheme(run: ReportedRun) -> str:

@@ -1,8 +1,6 @@
 """Timing and memory of a function, in rounds that several candidates share, so that they share the machine's moods."""
 
 import ctypes
-import os
-import platform
 import re
 import statistics
 import time
@@ -81,18 +79,3 @@ def resident_bytes(mark: str = "VmRSS") -> int:
     """This process's resident memory, or with "VmHWM" the most it ever was; OSError where the system isn't Linux."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.findall(rf"^{mark}:\s+(\d+) kB", status, flags=re.MULTILINE)[0])
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on."""
-    name = platform.processor() or platform.machine()
-    with suppress(OSError, IndexError):
-        name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)[0]
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

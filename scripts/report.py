@@ -19,7 +19,7 @@ from configs.command import command
 def main(config: Any) -> None:
     from eval.report import find_run_dirs, read_runs  # here, because it takes its time, and --help should not
     from eval.report_page import render, write_page
-    from scripts.reproduce import commit
+    from training.environment import commit
 
     out = Path(config.out)
     if out.is_dir() or out.suffix not in (".html", ".htm"):

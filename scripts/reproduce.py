@@ -31,6 +31,7 @@ from eval.needle_figure import accuracy_by_length, heat_maps
 from eval.sweep import available_cores, in_order, launch, make_slots, visible_gpus
 from eval.tables import collect, history, to_markdown, write_table
 from scripts.sweep import read_runs, report, train
+from training.environment import commit
 
 
 @command("reproduce")
@@ -139,19 +140,6 @@ MEASURES = {"loss": measure_loss, "needle": measure_needles, "attention": measur
 
 def command_line() -> str:
     return shlex.join(["python", "scripts/reproduce.py", *sys.argv[1:]])
-
-
-def commit() -> str | None:
-    """The commit of the code, `-dirty` when a tracked file outside results/ differs from it; None outside git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
-        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return None
 
 
 if __name__ == "__main__":

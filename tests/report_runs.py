@@ -41,6 +41,7 @@ def write_report_run(
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     started = f"2026-01-02 03:04:05 proxy (1,234 parameters), rope, 32 tokens a sequence: steps 0 to {STEPS} of 256 "
     started += "tokens on 2 x cuda in bf16, 3 forward passes a step\n"
+    started += "2026-01-02 03:04:05 on A GPU, 8 cores, 4 threads of AVX2, torch 2.13.0, Python 3.11.7, commit abc\n"
     (run_dir / "log.txt").write_text(f"{started}2026-01-02 03:05:06 step {steps}/{STEPS}\n")
     (run_dir / "checkpoints" / f"step_{steps:06d}").mkdir(parents=True)
     return run_dir

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import platform
 import resource
 import signal
 import subprocess
@@ -98,7 +99,9 @@ def test_a_run_directory_holds_what_is_documented_and_nothing_else(uninterrupted
     run_dir = uninterrupted / "run"
     assert {path.name for path in run_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "log.txt", "checkpoints"}
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"step_000008", "step_000012"}
-    assert "step 12/12" in (run_dir / "log.txt").read_text()
+    log = (run_dir / "log.txt").read_text()
+    assert "step 12/12" in log
+    assert f" torch {torch.__version__}, Python {platform.python_version()}, commit " in log.splitlines()[1]
 
 
 def test_nothing_is_written_outside_the_run_directory(folder: Path):

@@ -146,6 +146,7 @@ def test_the_environment_is_read_from_the_log(folder: Path):
     assert (row["Devices"], row["Precision"], row["Passes a step"], row["Starts"]) == ("2 x cuda", "bf16", "3", "1")
     assert row["Last line of log.txt"] == "2026-01-02 03:05:06 step 40/40"
     assert row["Checkpoints at step"] == "40"
+    assert row["Machine and code"] == "A GPU, 8 cores, 4 threads of AVX2, torch 2.13.0, Python 3.11.7, commit abc"
 
 
 def test_needles_are_mapped_by_depth_and_length(folder: Path):

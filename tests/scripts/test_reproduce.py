@@ -173,12 +173,6 @@ def test_trials_are_not_kept_and_take_nothing_that_is(pretend, tmp_path, trial):
     assert [path.name for path in (tmp_path / "results" / "runs").rglob("*-seed0")] == ["rope-seed0"]
 
 
-def test_the_commit_is_none_outside_git(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert reproduce.commit() is None
-
-
 def test_an_experiment_without_runs_writes_its_numbers_fits_and_figure(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["experiment.t={first: 10, last: 100, points: 3}", "experiment.samples={fewest: 3, most: 30}"]
