@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -21,6 +21,8 @@ EVALUATION = "eval.json"
 @dataclass(frozen=True, eq=False)
 class Evaluation(Run):
     """The evaluation of a trained run as a job for `eval.sweep.launch`: `run_dir` only takes its log."""
+
+    script: ClassVar[str] = "scripts/evaluate.py"
 
     @property
     def trained(self) -> Path:
@@ -52,7 +54,7 @@ def lacking(runs: Iterable[Run]) -> list[Evaluation]:
 
 def evaluate_command(job: Run) -> list[str]:
     """The command of an `Evaluation`, one process."""
-    return [sys.executable, "scripts/evaluate.py", *job.overrides]
+    return [sys.executable, job.script, *job.overrides]
 
 
 def by_position(run: Run) -> Mapping[str, Any] | None:

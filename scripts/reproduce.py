@@ -94,9 +94,12 @@ def prepare(experiment: Experiment) -> None:
 
 
 def evaluate(runs: list[Run], config: Any) -> list[Failure]:
-    """Evaluates what is trained and lacks it, side by side as the runs were trained; returns what failed."""
+    """Evaluates what is trained and lacks it, each in one process, where the runs were trained; returns what failed."""
     if not (jobs := lacking(runs)):
         return []
+    if config.launcher.kind != "local":
+        folder = config.launcher.job_dir or str(jobs[0].trained.parent / "jobs")
+        return train(jobs, OmegaConf.merge(config, {"gpus_per_run": 1, "launcher": {"nodes": 1, "job_dir": folder}}))
     slots = make_slots(1, config.runs_at_once, visible_gpus(), available_cores(), len(jobs))
     return launch(jobs, evaluate_command, slots, config.retry_failed)
 
