@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attend import Transform, attend, check_trainable
+from model.attend import Transform, attend, check_trainable, native_build
 from model.attend.native_build import load_kernel
 from tests.model.test_attend import SHAPES, Leaves, assert_close, inputs, results, tables
 
@@ -43,6 +43,16 @@ def test_values_and_all_gradients_are_those_of_the_definition(shape: tuple):
     T, n_query, B, H, h, d = shape
     leaves, (scale, shift) = inputs(T, H, d, n_query, B, torch.float32), tables(T, h, torch.float32)
     assert_close(results("native", leaves, scale, shift), exactly(leaves, scale, shift), 1e-5)
+
+
+def test_the_tiles_of_a_processor_with_avx512_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-DWIDE_TILES", "-Wno-psabi"))
+    wide = load_kernel.__wrapped__()  # past its cache
+    monkeypatch.setattr("model.attend.native.load_kernel", lambda: wide)
+    for T, n_query, B, H, h, d in MORE_SHAPES:
+        leaves, (scale, shift) = inputs(T, H, d, n_query, B, torch.float32), tables(T, h, torch.float32)
+        assert_close(results("native", leaves, scale, shift), exactly(leaves, scale, shift), 1e-5)
 
 
 @pytest.mark.parametrize("given", ["scale", "shift", "neither"])
