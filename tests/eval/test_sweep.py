@@ -239,8 +239,7 @@ def start_sweep(run: Run, folder: Path) -> subprocess.Popen:
         import signal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the test itself runs in the background
         from eval.sweep import launch
-        from training.run_config import explicit, first_difference
-from tests.fake_train import fake_train, make_runs
+        from tests.fake_train import fake_train, make_runs
         launch(make_runs("{run.row}"), fake_train, [{{}}])
     """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
