@@ -208,7 +208,13 @@ def _if_trained(table: Table, length: int) -> str:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """Below the panels, where it covers no curve."""
+    """Below the panels, where it covers no curve, in as many columns as fit; a scheme that all share is its title."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = min(len(labels), 3 if figure.get_figwidth() < 8 else 6)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=11)
+    schemes = {label.rpartition(", ")[0] for label in labels}
+    shared = schemes.pop() if len(schemes) == 1 else ""
+    labels = [label.removeprefix(f"{shared}, ") for label in labels]
+    inches = 0.7 + 0.075 * max(map(len, labels), default=0)  # of a column at that font size
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / inches)))
+    figure.legend(
+        handles, labels, title=shared or None, loc="outside lower center", ncols=columns, frameon=False, fontsize=11
+    )

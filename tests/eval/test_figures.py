@@ -87,6 +87,29 @@ def test_the_rows_of_an_ablation_get_colours_of_their_own():
     assert len({str(line.get_color()) for line in loss_curves(falling(rows), table(rows)).axes[0].lines}) == 3
 
 
+@pytest.mark.parametrize("names", [[f"Some scheme, tau = {t}" for t in (0.01, 1.0, 100.0)], ["A", "B" * 60, "C" * 60]])
+def test_a_legend_fits_into_its_figure_and_has_what_all_names_begin_with_as_its_title(names: list[str]):
+    rows = {f"row{n}": Row(name, [[1.1, 1.2]]) for n, name in enumerate(names)}
+    figure = loss_by_length(Table("tiny", "Tiny", LENGTHS, [256], rows, "a setting", "make", None))
+    (legend,) = figure.legends
+    figure.canvas.draw()
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+    same = all(name.startswith("Some scheme, ") for name in names)
+    assert legend.get_title().get_text() == ("Some scheme" if same else "")
+    assert [text.get_text() for text in legend.get_texts()] == [name.removeprefix("Some scheme, ") for name in names]
+
+
+def test_what_ends_above_is_named_in_short_lines():
+    far = {
+        row: [1.1, 9.0 if row.startswith("far") else 1.1] for row in ("a", "b", "c", "d", "e", "far1", "far2", "far3")
+    }
+    title = loss_curves(falling(far), table(far)).axes[1].get_title()
+    assert "FAR3 at " in title
+    assert max(map(len, title.splitlines())) <= 40
+
+
 def by_position(finals: dict[str, list], seed: int = 0) -> pd.DataFrame:
     """Losses that fall from 3 to the final one over four ranges of positions."""
     return pd.DataFrame(
