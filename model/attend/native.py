@@ -36,8 +36,8 @@ def native(
         raise ValueError(f"attention=native can't serve this: {reason}; use auto or blockwise")
     n_key = k.shape[2]
     transform = transform or Transform()
-    scale = torch.ones(1, n_key) if transform.scale is None else transform.scale[:, :n_key]
-    shift = torch.zeros(1, n_key) if transform.shift is None else transform.shift[:, :n_key]
+    scale = torch.ones(1, n_key, dtype=torch.float32) if transform.scale is None else transform.scale[:, :n_key]
+    shift = torch.zeros(1, n_key, dtype=torch.float32) if transform.shift is None else transform.shift[:, :n_key]
     q32, k32, v32 = (x.float() for x in (q, k, v))
     return _Native.apply(q32, k32, v32, scale, shift).to(q.dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -109,7 +109,7 @@ class _Call:
         getattr(self._kernel, name)(ctypes.byref(self._sizes), ctypes.byref(self._tables), *words, threads)
 
     def zeros_like_table(self) -> Float[Tensor, "BH M"]:
-        return torch.zeros(self._sizes.B * self._sizes.H, self._sizes.Tk + self._mask)
+        return self._scale.new_zeros(self._sizes.B * self._sizes.H, self._sizes.Tk + self._mask)
 
     def table_gradient(self, backwards: Float[Tensor, "BH M"] | None, table: Float[Tensor, "#H N"]) -> Tensor | None:
         """What the kernel wrote for each head of each batch element, summed up in the shape of the table."""

@@ -126,6 +126,21 @@ def test_steep_shifts_stay_finite():
         assert_close(results("native", leaves, scale, steep), exactly(leaves, scale, steep), tolerance)
 
 
+def test_another_default_dtype_changes_nothing():
+    leaves, (scale, _) = inputs(40, dtype=torch.float32), tables(40, dtype=torch.float32)
+
+    def values() -> list[Tensor]:
+        out = attend(*leaves, Transform(scale), "native")
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [*leaves, scale])]
+
+    plain = values()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_close(values(), plain, 0.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_a_nan_reaches_the_output(where: str):
     q, k, v = (x.detach() for x in inputs(100, dtype=torch.float32))
