@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -139,7 +140,7 @@ def test_a_row_may_take_the_runs_of_another_experiment_s_row():
 def test_the_experiments_agree_on_the_runs_that_they_have_in_common(scale: str):
     arguments: dict[Path, set[tuple[str, ...]]] = {}
     for path in sorted((ROOT / "configs" / "experiment").glob("*.yaml")):
-        experiment = OmegaConf.load(path)
+        experiment: Any = OmegaConf.load(path)
         if scale in experiment.get("scales", {}) and "axes" in experiment:
             settings = {"experiment": experiment, "scale": scale, "fast": False, "name": None, "overrides": []}
             for run in expand(read_experiment(settings), lambda _: {}):
