@@ -138,7 +138,8 @@ def train(config: Any, state: TrainState, batches: Batches, measure: Measure, pr
         for block in state.model.blocks:  # by block: one compilation serves all layers
             block.compile()
     log.info(describe(config, state, rows // micro_batch_rows(rows, batches.length, at_once), process))
-    log.info(f"on {describe_environment(process.device)}")
+    if process.is_main:  # it asks git
+        log.info(f"on {describe_environment(process.device)}")
     metrics = StepMetrics(config, state, process)
     stop = StopSignal()
 
