@@ -244,18 +244,8 @@ DIES_ONCE = (
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_from_its_last_checkpoint(folder: Path, by_two: Path):
     (folder / "dies_once.py").write_text(DIES_ONCE)
-    flags = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")  # gloo can lose its first try to connect again
-    command = [*torchrun(*flags), "dies_once.py", ROOT, *tiny_words(folder)]
-    code = None
-    for _ in range(3):  # gloo's processes can also wait for each other for ever in that try; the same command goes on
-        child = subprocess.Popen(command, cwd=folder, env=ONE_THREAD)
-        try:
-            code = child.wait(timeout=120)
-            break
-        except subprocess.TimeoutExpired:
-            child.terminate()
-            child.wait(timeout=60)
-    assert code == 0
+    command = [*torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=1"), "dies_once.py", ROOT]
+    assert subprocess.Popen([*command, *tiny_words(folder)], cwd=folder, env=ONE_THREAD).wait(timeout=200) == 0
     assert (folder / "died").exists()
     assert "steps 4 to 12" in (folder / "run" / "log.txt").read_text()
     assert metrics_of(folder) == metrics_of(by_two)

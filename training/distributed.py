@@ -5,9 +5,12 @@ import os
 import resource
 import signal
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -129,7 +132,13 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
         precision = "bf16" if fast_bf16(place) else "fp32"
     if world_size() > 1:
         on_cuda = place.type == "cuda"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", device_id=place if on_cuda else None)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            store=store_of_this_attempt(next(dist.rendezvous("env://"))[0], rank, world_size()),
+            rank=rank,
+            world_size=world_size(),
+            device_id=place if on_cuda else None,
+        )
         _groups.append(dist.group.WORLD)
     in_order = True
     try:
@@ -149,6 +158,35 @@ def start_process(device: str = "auto", precision: str = "auto") -> Iterator[Pro
     finally:
         if dist.is_initialized() and in_order:
             dist.destroy_process_group()
+
+
+def store_of_this_attempt(
+    store: dist.Store, rank: int, world_size: int, patience: timedelta = timedelta(minutes=30)
+) -> dist.Store:
+    """The part of the processes' common `store` that only those of this attempt have a name for.
+
+    torchrun keeps one store for all its restarts, so a process could read there where another one listened before the
+    restart, and connect to it in vain or for ever (pytorch/pytorch#135712). Its count of restarts differs between
+    machines. So rank 0 draws a name for the attempt and tells it to who asks, until all have it: each asks with a name
+    of its own, as the questions of an earlier attempt are still in the store, too.
+
+    Raises TimeoutError when another process does not come within `patience`, by default that of gloo.
+    """
+    own_name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"question of {rank}", own_name)
+        attempt = store.get(f"answer to {own_name}").decode()
+        store.add(f"processes of {attempt}", 1)
+        return dist.PrefixStore(attempt, store)
+    deadline = time.monotonic() + patience.total_seconds()
+    while (came := store.add(f"processes of {own_name}", 0)) < world_size - 1:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{came + 1} of {world_size} processes came together within {patience}")
+        for other in range(1, world_size):
+            if store.check([f"question of {other}"]):
+                store.set(f"answer to {store.get(f'question of {other}').decode()}", own_name)
+        time.sleep(0.01)
+    return dist.PrefixStore(own_name, store)
 
 
 def lost_process(error: BaseException) -> bool:

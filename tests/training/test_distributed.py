@@ -1,13 +1,25 @@
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import compute_in_ranks, run_ranks
 from training import distributed
-from training.distributed import Process, Stopped, StopSignal, choose_device, peak_memory, start_process
+from training.distributed import (
+    Process,
+    Stopped,
+    StopSignal,
+    choose_device,
+    peak_memory,
+    start_process,
+    store_of_this_attempt,
+)
 
 
 @pytest.fixture
@@ -40,6 +52,29 @@ def test_processes_share_the_cores_with_each_other_and_with_the_other_runs_of_a_
         monkeypatch.setenv(name, value)
     with start_process("cpu"):
         assert chosen == threads
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_an_attempt_after_a_restart_reads_nothing_of_the_one_before(last: int):
+    common = dist.HashStore()
+
+    def attempt(name: str) -> list[list[str]]:
+        def join(rank: int) -> list[str]:
+            time.sleep(0.1 if rank == last else 0)  # so that the others meet what the attempt before has left
+            store = store_of_this_attempt(common, rank, 3)
+            store.set(f"address of {rank}", f"{name}{rank}")
+            return [store.get(f"address of {other}").decode() for other in range(3)]
+
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(join, range(3)))
+
+    assert attempt("first") == [["first0", "first1", "first2"]] * 3
+    assert attempt("second") == [["second0", "second1", "second2"]] * 3
+
+
+def test_a_process_that_does_not_come_is_waited_for_only_so_long():
+    with pytest.raises(TimeoutError, match="1 of 2 processes came together within"):
+        store_of_this_attempt(dist.HashStore(), 0, 2, patience=timedelta(seconds=0.2))
 
 
 @pytest.mark.parametrize(("fast", "precision"), [(True, "bf16"), (False, "fp32")])
