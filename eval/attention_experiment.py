@@ -18,7 +18,7 @@ from eval.attention_statistics import attention_by_distance, distance_ranges, qu
 from eval.entropy_growth import LOGITS_AT_ONCE, write_calculation
 from eval.experiment import Experiment, Run
 from eval.figures import save_figure
-from eval.ranges import iid_logits, single_head
+from eval.ranges import iid_logits, without_vectors
 from eval.tables import row_name
 from training.distributed import start_process
 
@@ -106,20 +106,21 @@ def trained_rows(contents: Mapping[Run, Mapping[str, Any] | None]) -> Iterator[d
 
 
 def iid_rows(runs: Sequence[Run], settings: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The same over draws of IID scores, at the same context sizes; every scheme has the same scores."""
+    """The same over draws of IID scores for each head, at the same context sizes; every scheme has the same scores."""
     schemes = {run.row: run for run in runs}
     for name, run in tqdm(schemes.items(), desc="IID scores", disable=None):
         position = {slot: run.config["position"][slot] for slot in ("query_scale", "logits")}
         position["allow_two_temperatures"] = True  # the run was let through already
-        scheme, length = single_head(position), _length(run, settings)
+        heads, length = run.config["model"]["n_head"], _length(run, settings)
+        scheme = without_vectors(position, heads)
         keys = [i + 1 for i in query_positions(length, settings["queries"])]
         by_keys = []
         for n in keys:
             generator = torch.Generator().manual_seed(1_000_000 * settings["seed"] + n)
-            at_once = max(1, LOGITS_AT_ONCE // n)
+            at_once = max(1, LOGITS_AT_ONCE // (n * heads))
             parts = [
                 attention_by_distance(
-                    iid_logits(scheme, 0, n, n, min(at_once, settings["draws"] - done), generator),
+                    iid_logits(scheme, 0, n, n, min(at_once, settings["draws"] - done), generator, heads),
                     distance_ranges(length),
                 )
                 for done in range(0, settings["draws"], at_once)

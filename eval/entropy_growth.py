@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.ranges import iid_logits, range_statistics, single_head
+from eval.ranges import iid_logits, range_statistics, without_vectors
 from model.position import PositionScheme
 
 LOGITS_AT_ONCE = 1 << 22
@@ -46,7 +46,7 @@ def read_calculation(config: Any) -> dict[str, Any]:
     if not keys["fit_from"] < t["last"]:
         raise ValueError(f"experiment.fit_from={keys['fit_from']} must be below the last t, {t['last']}")
     for position in keys["schemes"].values():
-        single_head(position)
+        without_vectors(position)
     return keys
 
 
@@ -63,7 +63,7 @@ def entropy_growth(config: Any) -> pd.DataFrame:
     rows = []
     for index, (name, position, t) in enumerate(tqdm(cases, desc="ranges", disable=None)):
         generator = torch.Generator().manual_seed(1_000_000 * config["seed"] + index)
-        entropies = _entropies(single_head(position), t, config, generator)
+        entropies = _entropies(without_vectors(position), t, config, generator)
         error = entropies.std() / len(entropies) ** 0.5
         rows.append({"scheme": name, "t": t, "entropy": entropies.mean().item(), "stderr": error.item()})
     return pd.DataFrame(rows)

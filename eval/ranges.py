@@ -44,17 +44,19 @@ def range_statistics(logits: Float[Tensor, "*rows T"], edges: Sequence[int]) -> 
 
 
 def iid_logits(
-    scheme: PositionScheme, start: int, stop: int, length: int, rows: int, generator: torch.Generator
+    scheme: PositionScheme, start: int, stop: int, length: int, draws: int, generator: torch.Generator, n_head: int = 1
 ) -> Float[Tensor, "rows keys"]:
     """Logits of the last of `length` queries at the distances start .. stop - 1, over scores S ~ N(0, 1), in fp64.
 
-    L = scale[t] s S + shift[t]; the scheme has one head, and every row is a draw of its own.
+    L = scale[h,t] s[h] S + shift[h,t]; every head of the scheme has a row of its own in every draw.
     """
-    scores = torch.randn(rows, stop - start, generator=generator, dtype=torch.float64)
-    return logits_by_distance(scores, scheme.plan(length, start=length - 1), 0, start)
+    scores = torch.randn(draws, n_head, stop - start, generator=generator, dtype=torch.float64)
+    return logits_by_distance(scores, scheme.plan(length, start=length - 1), 0, start).flatten(0, 1)
 
 
-def logits_by_distance(scores: Float[Tensor, "h N"], plan: Plan, query: int, start: int = 0) -> Float[Tensor, "h N"]:
+def logits_by_distance(
+    scores: Float[Tensor, "*draws h N"], plan: Plan, query: int, start: int = 0
+) -> Float[Tensor, "*draws h N"]:
     """Logits of one query at the distances start .. start + N - 1 over its scores S = <R_i q_i, R_j k_j> / sqrt(d).
 
     L = scale[t] s temperature S + shift[t], in fp64; `query` is its row in the plan, which has one layer.
@@ -70,6 +72,6 @@ def logits_by_distance(scores: Float[Tensor, "h N"], plan: Plan, query: int, sta
     return logits
 
 
-def single_head(position: Mapping[str, Any]) -> PositionScheme:
+def without_vectors(position: Mapping[str, Any], n_head: int = 1) -> PositionScheme:
     """A scheme for logits without vectors: of its slots only the query scale and the logits matter."""
-    return build_position(position, head_dim=2, n_head=1, train_length=1).requires_grad_(False)
+    return build_position(position, head_dim=2, n_head=n_head, train_length=1).requires_grad_(False)

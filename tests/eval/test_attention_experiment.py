@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,19 @@ def test_iid_values_are_those_of_gaussian_logits(folder: Path):
         ):
             got, error = found[scheme, quantity, distances], values.std() / draws**0.5
             assert got["mean"] == pytest.approx(values.mean(), abs=5 * error), (scheme, quantity)
-            assert got["stderr"] == pytest.approx(error, rel=0.35), (scheme, quantity)
-            assert got["values"] == draws
+            assert got["stderr"] == pytest.approx(error / 2**0.5, rel=0.35), (scheme, quantity)
+            assert got["values"] == 2 * draws  # the model has two heads
+
+
+@pytest.mark.parametrize("kind", ["alibi", "scale_invariant"])
+def test_heads_that_differ_have_iid_values_too(folder: Path, kind: str):
+    run = experiment_of(folder)[1][-1]
+    logits = {"kind": "alibi"} if kind == "alibi" else {**run.config["position"]["logits"], "tau": [1.0, 1000.0]}
+    config = {**run.config, "position": {**run.config["position"], "logits": logits}}
+    rows = list(iid_rows([replace(run, config=config)], SETTINGS))
+    entropies = [row["mean"] for row in rows if row["quantity"] == "entropy"]
+    assert len(entropies) == 6
+    assert np.isfinite(entropies).all()
 
 
 def test_a_run_is_measured_once_until_its_settings_or_its_weights_change(folder: Path, monkeypatch: Any):

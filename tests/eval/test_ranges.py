@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits
-from eval.ranges import iid_logits, range_statistics, single_head
+from eval.ranges import iid_logits, range_statistics, without_vectors
 
 SCALE_INVARIANT = {"logits": {"kind": "scale_invariant"}}
 
@@ -43,10 +43,21 @@ def test_iid_logits_have_the_mean_and_deviation_of_their_scheme():
     logn = {"query_scale": {"kind": "logn", "start": 0.4}}
     cases = [({}, 0.0, 1.0), (SCALE_INVARIANT, 1 - square, square**0.5), (logn, 0.0, 0.4 * math.log(1000))]
     for position, mean, deviation in cases:
-        logits = iid_logits(single_head(position), t, t + 1, 1000, n, torch.Generator().manual_seed(0))[:, 0]
+        logits = iid_logits(without_vectors(position), t, t + 1, 1000, n, torch.Generator().manual_seed(0))[:, 0]
         assert logits.shape == (n,)
         assert logits.mean().item() == pytest.approx(mean, abs=5 * deviation / n**0.5)
         assert logits.std().item() == pytest.approx(deviation, rel=0.03)
+
+
+def test_every_head_has_its_own_iid_logits():
+    position = {"logits": {"kind": "scale_invariant", "tau": [10.0, 1000.0]}}
+    scheme = without_vectors(position, 2)
+    logits = iid_logits(scheme, 500, 501, 1000, 20000, torch.Generator().manual_seed(0), n_head=2)[:, 0]
+    assert logits.shape == (40000,)
+    for head, tau in enumerate((10, 1000)):
+        square = 2 * math.log1p(500 / tau) + 1
+        assert logits[head::2].mean().item() == pytest.approx(1 - square, abs=5 * (square / 20000) ** 0.5)
+        assert logits[head::2].std().item() == pytest.approx(square**0.5, rel=0.03)
 
 
 def growth(schemes: dict, last: int) -> pd.DataFrame:
