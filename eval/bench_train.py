@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eval.timing import choose_device, resident_bytes, seconds
+from eval.timing import DTYPES, choose_device, resident_bytes, seconds
 from training.distributed import start_process
 from training.environment import machine
-from training.flops import flops_per_token
+from training.flops import flops_per_token, peak_flops
 from training.optimizer import Muon
 from training.state import build_model, build_state
 from training.step import train_step, wrap
@@ -54,8 +54,10 @@ def bench_train(config: Any, train_config: Callable[[str, str, int], Any]) -> di
     A row has the median `seconds` of a step, `tokens_per_second`, `peak_bytes` (weights, gradients, optimizer,
     activations: all but what the imported libraries take; None where the system cannot tell), and as ratios to the
     first of `peers` (without peers, of `positions`) `ratio`, of the time, and `memory_ratio`; `ratio_to_first` is that
-    of the time to the first of `positions`. Rows of ours also have `optimizer_share` of the step, and `utilisation`
-    where `peak_tflops` is given. The last rows compare the update of the matrices alone with torch.optim.Muon's.
+    of the time to the first of `positions`. Rows of ours also have `optimizer_share` of the step, and `utilisation`:
+    the floating-point operations of the model's products per second as a share of `peak_tflops`, or where that is null
+    of what the card can do by its data sheet, and on a CPU of what its products of large matrices are measured to do.
+    The last rows compare the update of the matrices alone with torch.optim.Muon's.
 
     Args:
         config: of configs/bench_train.yaml.
@@ -91,6 +93,7 @@ def _measure(group: list[Candidate], config: Any, device: torch.device) -> list[
         updates = [_ask(link, "update") for link in links]
     times = list(zip(*rounds, strict=True))
     first = times[len(config.peers)]
+    peak = _peak_flops(config, group[0].dtype, device)
     rows = []
     for candidate, fact, took, update in zip(group, facts, times, updates, strict=True):
         case, speed = candidate.case, candidate.case.length * candidate.case.batch / statistics.median(took)
@@ -110,7 +113,7 @@ def _measure(group: list[Candidate], config: Any, device: torch.device) -> list[
                 "memory_ratio": fact["peak_bytes"] and fact["peak_bytes"] / facts[0]["peak_bytes"],
                 "ratio_to_first": _ratio(took, first),
                 "optimizer_share": update and update / statistics.median(took),
-                "utilisation": flops and config.peak_tflops and flops * speed / (1e12 * config.peak_tflops),
+                "utilisation": flops and peak and flops * speed / peak,
             }
         )
     return rows
@@ -119,6 +122,20 @@ def _measure(group: list[Candidate], config: Any, device: torch.device) -> list[
 def _ratio(times: tuple[float, ...], reference: tuple[float, ...]) -> float:
     """The median of the ratios within a round."""
     return statistics.median(a / b for a, b in zip(times, reference, strict=True))
+
+
+def _peak_flops(config: Any, dtype: str, device: torch.device) -> float | None:
+    if config.peak_tflops is not None:
+        return 1e12 * config.peak_tflops
+    if device.type != "cpu":
+        return peak_flops(device) if dtype == "bf16" else None
+    size = 1024
+    a = torch.ones(size, size, dtype=DTYPES[dtype])
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads or before)
+    shortest = _best(lambda: a @ a, device, most_seconds=2.0)
+    torch.set_num_threads(before)
+    return 2 * size**3 / shortest
 
 
 @contextmanager

@@ -82,6 +82,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ratio": lambda row: f"{row.get('ratio', row.get('ratio_to_sdpa')):.2f}",
     "tokens/s": lambda row: f"{row['tokens_per_second']:.0f}",
     "MB added": lambda row: f"{row['peak_bytes'] / 1e6:.0f}",
+    "ratio MB": lambda row: f"{row['memory_ratio']:.2f}",
     "optimizer": lambda row: f"{row['optimizer_share']:.1%}",
     "utilised": lambda row: f"{row['utilisation']:.1%}",
 }

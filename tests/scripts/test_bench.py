@@ -91,6 +91,8 @@ def test_a_training_step_is_measured_beside_transformers(dtype: str, tmp_path: P
         assert row["memory_ratio"] == pytest.approx(row["peak_bytes"] / rows[0]["peak_bytes"])
     assert rows[0]["ratio"] == rows[1]["ratio_to_first"] == 1
     assert rows[0]["optimizer_share"] is None
+    assert rows[0]["utilisation"] is None
+    assert rows[1]["utilisation"] > 0  # of what this processor's products of large matrices do
     assert 0 < rows[1]["optimizer_share"] < 1.5  # the shortest of a few updates, over the median step
     assert "torch.optim.Muon" in torchs["name"]
     assert torchs["ratio"] == pytest.approx(torchs["seconds"] / ours["seconds"])
@@ -112,11 +114,11 @@ def test_a_training_step_is_measured_without_peers_against_the_first_scheme(tmp_
 def test_scale_invariant_attention_costs_at_most_a_quarter_more_than_rope_on_a_gpu(tmp_path: Path):
     out = tmp_path / "train.json"
     words = ["cases=[{model:162m,length:4096,batch:8}]", "peers=[]", "dtypes=[bf16]", "repeats=10", "device=cuda"]
-    done = bench("train", *words, "peak_tflops=989", f"out={out}")
+    done = bench("train", *words, f"out={out}")
     assert done.returncode == 0, done.stderr
     rope, scale_invariant, *_ = json.loads(out.read_text())["rows"]
     assert scale_invariant["ratio_to_first"] <= 1.25
-    assert rope["utilisation"] > 0.2
+    assert rope["utilisation"] is None or rope["utilisation"] > 0.2  # None for a card that isn't listed
 
 
 @pytest.mark.parametrize(
