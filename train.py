@@ -27,7 +27,7 @@ from training.checkpoint_folder import (
     record_validation,
 )
 from training.distributed import Process, Stopped, StopSignal, start_process
-from training.environment import describe_environment
+from training.environment import describe_environment, environment, record_environment
 from training.estimate import describe_run
 from training.health import check_finite, check_same_step, check_step
 from training.log import RunLog
@@ -36,7 +36,7 @@ from training.profiler import profiled
 from training.run_config import check_run_dir, locked, wandb_id, write_config
 from training.schedule import learning_rate_factor
 from training.state import TrainState, build_state
-from training.step import micro_batch_rows, train_step, wrap
+from training.step import compile_blocks, micro_batch_rows, train_step, wrap
 
 Measure = Callable[[GPT, Callable[[], None]], dict[int, float]]  # validation: {length: mean loss}
 
@@ -135,11 +135,13 @@ def train(config: Any, state: TrainState, batches: Batches, measure: Measure, pr
     rows, at_once = batches.rows_per_rank, config.train.micro_batch_tokens
     forward = wrap(state.model, process)
     if config.compile == "True" or (config.compile == "auto" and process.device.type == "cuda"):
-        for block in state.model.blocks:  # by block: one compilation serves all layers
-            block.compile()
+        compile_blocks(state.model)
     log.info(describe(config, state, rows // micro_batch_rows(rows, batches.length, at_once), process))
     if process.is_main:  # it asks git
-        log.info(f"on {describe_environment(process.device)}")
+        facts = environment(process.device)
+        log.info(f"on {describe_environment(facts)}")
+        started = {"step": state.step, "processes": process.world_size, "precision": process.precision}
+        record_environment(run_dir, {**started, **facts})
     metrics = StepMetrics(config, state, process)
     stop = StopSignal()
 

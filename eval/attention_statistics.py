@@ -65,13 +65,17 @@ def attention_statistics(
     ) as bar:
 
         def watch(layer: int, q: Tensor, k: Tensor, plan: Plan) -> None:
+            with torch.autocast(q.device.type, enabled=False):  # or these products, too, would be rounded to bf16
+                count(layer, q, k, plan)
+            bar.update()
+
+        def count(layer: int, q: Tensor, k: Tensor, plan: Plan) -> None:
             turned = plan.rotate(q.float())[0], plan.rotate(k.float())[0]
             for name, value in query_statistics(*turned, plan, queries, ranges).items():
                 totals[layer][name] = totals[layer].get(name, 0) + value / rows
             pairs = random_pairs(length, sampling.pairs, generator)
             scores[layer]["rotated"].append(pair_scores(*turned, *pairs))
             scores[layer]["unrotated"].append(pair_scores(q[0].float(), k[0].float(), *pairs))
-            bar.update()
 
         with torch.no_grad(), watched(model, watch), process.autocast():
             for row in sequences:

@@ -24,7 +24,7 @@ from training.environment import machine
 from training.flops import flops_per_token, peak_flops
 from training.optimizer import Muon
 from training.state import build_model, build_state
-from training.step import train_step, wrap
+from training.step import compile_blocks, train_step, wrap
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,7 @@ def _ours(candidate: Candidate, device: torch.device, stack: ExitStack) -> Train
     process = stack.enter_context(start_process(device.type, candidate.dtype))
     state = build_state(candidate.train_config, device)
     if device.type == "cuda":  # as train.py does
-        for block in state.model.blocks:
-            block.compile()
+        compile_blocks(state.model)
     model = state.model
     forward, tokens = wrap(model, process), _batch(candidate, model.config.vocab_size)
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from eval.experiment import Run
 from eval.runs import load_config
 
-MEASUREMENTS = ("eval.json", "needle.json", "attention.json")
+MEASUREMENTS = ("eval.json", "needle.json", "attention.json", "environments.json")
 TRAINING_LINES = 50  # of metrics.jsonl, beside those of the validations
 # An absolute path, anywhere in a text; not the "/" of tokens/s, of a relative path or of an address.
 ABSOLUTE_PATH = re.compile(r"(?<![\w./~])/(?:[^\s/,:;'\"\]})]+/)*([^\s/,:;'\"\]})]+)/?")

@@ -1,5 +1,6 @@
 """Reading run directories: what state a run is in, what it measured, and its model."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,13 @@ def read_metrics(run_dir: str | Path) -> "pd.DataFrame":
     if not lines:
         return pd.DataFrame({"step": []})
     return pd.DataFrame(lines).groupby("step", as_index=False).last()
+
+
+def trained_at(run_dir: str | Path) -> set[str]:
+    """The commits that a run was started and resumed at; {"unknown"} where it did not record them."""
+    path = Path(run_dir) / "environments.json"
+    starts = json.loads(path.read_text()) if path.exists() else []
+    return {start["commit"] or "unknown" for start in starts} or {"unknown"}
 
 
 def load_config(run_dir: str | Path) -> Any:

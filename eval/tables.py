@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from eval.experiment import Experiment, Run
-from eval.runs import read_metrics
+from eval.runs import read_metrics, trained_at
 
 PUBLISHED = Path(__file__).with_name("published.json")
 NAMES_BEYOND_TABLE_1 = {
@@ -90,6 +90,8 @@ class Paired:
 class Table:
     """What an experiment found. `lengths` are the columns, in tokens; `setting`, `command`, `commit` say how.
 
+    `trained_at` are the commits that its runs were trained at, "unknown" among them for a run that did not record it.
+
     `reference` is the row that the others are compared with.
     """
 
@@ -101,6 +103,7 @@ class Table:
     setting: str
     command: str
     commit: str | None
+    trained_at: Sequence[str] = ()
     reference: str | None = None
     measure: Measure = LOSS
 
@@ -188,6 +191,7 @@ def tabulate(
         setting=_setting(experiment, runs),
         command=command,
         commit=commit,
+        trained_at=sorted({at for run in runs if run.status == "finished" for at in trained_at(run.record)}),
         reference=_reference(experiment, rows, measure),
         measure=measure,
     )
@@ -211,7 +215,8 @@ def to_markdown(table: Table) -> str:
             *_markdown_rows(_grid(table, bold="**{}**", error="{} ± {}")),
             "",
             *_paired_markdown(table),
-            f"{table.setting}. Made by `{table.command}` at commit {table.commit or 'unknown'}.",
+            f"{table.setting}. Drawn by `{table.command}` at commit {table.commit or 'unknown'}, from runs trained at "
+            f"{', '.join(at[:12] for at in table.trained_at) or 'none'}.",
             "",
         ]
     )
@@ -258,7 +263,7 @@ def to_json(table: Table) -> str:
     for row_id, row in table.rows.items():
         rows[row_id] = {"mean": row.mean, "stderr": row.stderr, "seeds": row.seeds, "published": row.published}
     whole = {"experiment": table.experiment, "columns": table.columns, "rows": rows}
-    whole |= {"command": table.command, "commit": table.commit}
+    whole |= {"command": table.command, "commit": table.commit, "trained_at": list(table.trained_at)}
     whole["paired"] = {"reference": table.reference, "rows": {key: asdict(row) for key, row in table.paired.items()}}
     return json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n"
 

@@ -1,9 +1,11 @@
 """On what, and with which code, something was run or measured."""
 
+import json
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,10 +43,24 @@ def commit() -> str | None:
         return None
 
 
-def describe_environment(device: torch.device) -> str:
+def environment(device: torch.device) -> dict[str, Any]:
+    """The machine and the commit."""
+    return {**machine(device), "commit": commit()}
+
+
+def describe_environment(facts: Mapping[str, Any]) -> str:
     """One line of all of it."""
-    facts, (head, dirty, _) = machine(device), (commit() or "unknown").partition("-dirty")
+    head, dirty, _ = (facts["commit"] or "unknown").partition("-dirty")
     return (
         f"{facts['device']}, {facts['cores']} cores, {facts['threads']} threads of {facts['cpu_capability']}, "
         f"torch {facts['torch']}, Python {facts['python']}, commit {head[:12]}{dirty}"
     )
+
+
+def record_environment(run_dir: Path, facts: Mapping[str, Any]) -> None:
+    """Adds a start to those in a run's environments.json; whole or not at all."""
+    path = run_dir / "environments.json"
+    starts = json.loads(path.read_text()) if path.exists() else []
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps([*starts, facts], indent=2) + "\n")
+    os.replace(partial, path)

@@ -1,14 +1,17 @@
 """One update of the weights, from the sequences that belong to this process."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.compiler.config
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from model.gpt import GPT
 from training.distributed import Process
 from training.optimizer import set_learning_rates
 from training.state import TrainState
@@ -36,6 +39,16 @@ def micro_batch_rows(rows: int, length: int, micro_batch_tokens: int) -> int:
     """Sequences in a forward pass: the largest divisor of `rows` with at most `micro_batch_tokens`, at least 1."""
     most = max(1, micro_batch_tokens // length)
     return max(divisor for divisor in range(1, min(rows, most) + 1) if rows % divisor == 0)
+
+
+def compile_blocks(model: GPT, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compiles the model block by block, in place: one compilation of a shape serves all layers.
+
+    For each shape of a batch anew, as kernels for any shape are slower; training and each validation length have one.
+    """
+    torch.compiler.config.recompile_limit = 64  # past its own of 8, dynamo would go on uncompiled
+    for block in model.blocks:
+        block.compile(dynamic=False, backend=backend)
 
 
 def wrap(model: nn.Module, process: Process) -> nn.Module:

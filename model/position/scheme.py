@@ -7,8 +7,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -18,17 +17,18 @@ from model.attend import Formula, Transform
 from model.position import logits, query_scale, rotary
 from model.position.plan import Geometry, Plan
 
+Tables = tuple[Tensor | None, Tensor | None]
 SLOTS = {"rotary": rotary.KINDS, "query_scale": query_scale.KINDS, "logits": logits.KINDS}
 
 
 class PositionScheme(nn.Module):
     """The three slots of one scheme; `plan(length)` is made once per forward pass and handed to every layer.
 
-    Tables that nothing learned enters are computed in fp64, stored in fp32 and kept for the last few lengths. They are
-    not in the state dict.
+    Tables that nothing learned enters are computed in fp64, stored in fp32 and kept: the longest one serves all shorter
+    lengths, those of NTK and YaRN, whose frequencies go by the length, the last few. They are not in the state dict.
     """
 
-    KEPT_TABLES = 8
+    KEPT_TABLES = 32
     _device: Tensor
 
     def __init__(self, config: Mapping[str, Any], geometry: Geometry):
@@ -38,7 +38,7 @@ class PositionScheme(nn.Module):
             "query_scale", SLOTS["query_scale"], config.get("query_scale"), geometry
         )
         self.logits: nn.Module = build_kind("logits", SLOTS["logits"], config.get("logits"), geometry)
-        self._tables: dict[tuple, Any] = {}
+        self._tables: dict[Hashable, tuple[int, torch.device | None, Tables]] = {}
         # Only says on which device the tables are wanted; follows .to(device).
         self.register_buffer("_device", torch.empty(0), persistent=False)
 
@@ -58,12 +58,8 @@ class PositionScheme(nn.Module):
             raise ValueError(
                 f"start={start}, length={length}, inference_length={inference_length} must rise in this order"
             )
-        device = self._device.device
-        frequency, cos, sin = self._cached(self._rotation, inference_length)
-        learned = next(self.logits.parameters(), None) is not None
-        transform = (
-            self._transform(inference_length, device) if learned else self._cached(self._transform, inference_length)
-        )
+        frequency = self.rotary.angular_frequency(inference_length)
+        cos, sin = (None, None) if frequency is None else self._rotation(frequency, inference_length)
         return Plan(
             length=length,
             angular_frequency=frequency,
@@ -71,52 +67,50 @@ class PositionScheme(nn.Module):
             sin=None if sin is None else sin[start:length],
             temperature=self.rotary.temperature(inference_length),
             query_scale=self.query_scale(start, length, inference_length),
-            transform=_first(length, transform),
+            transform=self._transform(length, inference_length),
         )
 
-    def _rotation(self, length: int, device: torch.device) -> tuple[Tensor | None, ...]:
-        frequency = self.rotary.angular_frequency(length)
-        if frequency is None:
-            return None, None, None
-        # At position 65535 an fp32 angle is off by 4e-3 radians; fp64 on the CPU costs little and exists everywhere.
-        angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
-        return frequency, angle.cos().float().to(device), angle.sin().float().to(device)
+    def _rotation(self, frequency: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        def tables(position: Tensor) -> tuple[Tensor, Tensor]:
+            # At position 65535 an fp32 angle is off by 4e-3 radians; fp64 costs little on the CPU, and exists there.
+            angle = position[:, None] * frequency
+            return angle.cos(), angle.sin()
 
-    def _transform(self, length: int, device: torch.device) -> Transform | None:
-        scale, shift = self.logits(torch.arange(length, dtype=torch.float64))
+        cos, sin = self._kept(tuple(frequency.tolist()), length, tables)
+        assert cos is not None
+        assert sin is not None
+        return cos, sin
+
+    def _transform(self, length: int, inference_length: int) -> Transform | None:
+        if next(self.logits.parameters(), None) is None:
+            tables = self._kept("logits", inference_length, self.logits)
+        else:
+            tables = self._stored(self.logits(torch.arange(length, dtype=torch.float64)))
+        scale, shift = (None if table is None else table[:, :length] for table in tables)
         if scale is None and shift is None:
             return None
-        return Transform(
-            scale=None if scale is None else scale.float().to(device),
-            shift=None if shift is None else shift.float().to(device),
-            formula=self._formula(device),
-        )
+        return Transform(scale=scale, shift=shift, formula=self._formula(self._device.device))
 
     def _formula(self, device: torch.device) -> Formula | None:
         formula: Formula | None = getattr(self.logits, "formula", lambda: None)()
         return formula and Formula(formula.function, tuple(x.to(device) for x in formula.parameters))
 
-    def _cached(self, make: Any, length: int) -> Any:
-        device = self._device.device
-        key = (make.__name__, length, device)
-        if key not in self._tables:
-            while len(self._tables) >= self.KEPT_TABLES:
-                self._tables.pop(next(iter(self._tables)))
+    def _kept(self, key: Hashable, length: int, tables: Callable[[Tensor], Tables]) -> Tables:
+        """The tables over the positions or distances 0 .. N - 1, N >= length, made where none so long was kept."""
+        rows, device, kept = self._tables.pop(key, (0, None, (None, None)))
+        if rows < length or device != self._device.device:
+            # Whole vectors only, since the last few numbers of an odd length could be rounded in another way.
+            rows, device = math.ceil(length / 128) * 128, self._device.device
             with torch.inference_mode(False):  # a later training pass may use them too
-                self._tables[key] = make(length, device)
-        return self._tables[key]
+                kept = self._stored(tables(torch.arange(rows, dtype=torch.float64)))
+        self._tables[key] = rows, device, kept  # the last used stands last
+        if len(self._tables) > self.KEPT_TABLES:
+            self._tables.pop(next(iter(self._tables)))
+        return kept
 
-
-def _first(length: int, transform: Transform | None) -> Transform | None:
-    """The tables for distances under `length`; of longer ones, views."""
-    if transform is None:
-        return None
-    scale, shift = transform.scale, transform.shift
-    return replace(
-        transform,
-        scale=None if scale is None else scale[:, :length],
-        shift=None if shift is None else shift[:, :length],
-    )
+    def _stored(self, tables: Tables) -> Tables:
+        first, second = (None if table is None else table.float().to(self._device.device) for table in tables)
+        return first, second
 
 
 def build_position(

@@ -24,7 +24,7 @@ from eval.attention_statistics import (
 )
 from model.attention import CausalSelfAttention
 from model.gpt import GPT
-from training.distributed import ALONE
+from training.distributed import ALONE, Process
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, QUERIES = 130, 9
@@ -93,7 +93,7 @@ def entropy(p: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def queries_and_keys(model: GPT, row: torch.Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
+def queries_and_keys(model: GPT, row: torch.Tensor, process: Process = ALONE) -> list[tuple[np.ndarray, np.ndarray]]:
     """q and k of every layer in fp64, before the rotation, from what enters its attention."""
     found = []
 
@@ -102,19 +102,20 @@ def queries_and_keys(model: GPT, row: torch.Tensor) -> list[tuple[np.ndarray, np
         found.append(module._project(arguments[0])[:2])
 
     hooks = [m.register_forward_pre_hook(keep) for m in model.modules() if isinstance(m, CausalSelfAttention)]
-    with torch.no_grad():
+    with torch.no_grad(), process.autocast():
         model.hidden(row[None])
     for hook in hooks:
         hook.remove()
     return [(q[0].double().numpy(), k[0].double().numpy()) for q, k in found]
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_every_statistic_is_that_of_dense_attention(small_gpt: Build, name: str):
-    model = small_gpt(position(name))
+@pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in SCHEMES), (SCHEMES[-1], "bf16")])
+def test_every_statistic_is_that_of_dense_attention(small_gpt: Build, name: str, precision: str):
+    """With bf16 activations as well, whose logits are those of the rounded q and k, in fp32."""
+    model, process = small_gpt(position(name)), Process(0, 1, torch.device("cpu"), precision)
     rows = tokens(2)
-    result = attention_statistics(model, rows, Sampling(QUERIES, 10), ALONE)
-    captured = [queries_and_keys(model, row) for row in rows]
+    result = attention_statistics(model, rows, Sampling(QUERIES, 10), process)
+    captured = [queries_and_keys(model, row, process) for row in rows]
     assert result["ranges"] == [[0, 1], [1, 10], [10, 100], [100, 1000]]
     for layer, got in enumerate(result["layers"]):
         expected = [oracle(model, layer, *of_row[layer], result["queries"]) for of_row in captured]

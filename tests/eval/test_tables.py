@@ -83,8 +83,17 @@ def test_markdown_has_names_bold_best_missing_marks_and_how_it_was_made(runs):
     assert "| ALiBi | missing | missing |" in lines
     assert lines[-1] == (
         "Model 162m, trained at 4096 tokens; 10 steps, 1,000 tokens a run; seeds: 0, 1, 2. "
-        "Made by `make all` at commit abc123."
+        "Drawn by `make all` at commit abc123, from runs trained at unknown."
     )
+
+
+def test_a_table_names_the_commits_that_its_runs_were_trained_at(runs):
+    for at, run in zip(["b2", "a1"], runs, strict=False):
+        (run.run_dir / "environments.json").write_text(json.dumps([{"commit": at}, {"commit": "c3"}]))
+    table = collect(experiment(), runs, "make", "abc123")
+    assert table.trained_at == ["a1", "b2", "c3", "unknown"]
+    assert json.loads(to_json(table))["trained_at"] == ["a1", "b2", "c3", "unknown"]
+    assert to_markdown(table).endswith("at commit abc123, from runs trained at a1, b2, c3, unknown.\n")
 
 
 def test_published_figures_stand_beside_at_the_same_lengths(runs):
@@ -104,7 +113,7 @@ def test_a_published_table_that_does_not_exist_is_refused(runs):
 
 def test_json_follows_the_fixed_schema(runs):
     table = json.loads(to_json(collect(experiment("table1_val_loss_162m_train4k"), runs, "make", "abc")))
-    assert list(table) == ["experiment", "columns", "rows", "command", "commit", "paired"]
+    assert list(table) == ["experiment", "columns", "rows", "command", "commit", "trained_at", "paired"]
     assert (table["experiment"], table["command"], table["commit"]) == ("table1", "make", "abc")
     assert table["columns"] == ["val@4096", "val@16384"]
     assert list(table["rows"]) == ["rope", "scale_invariant_p_rope", "alibi"]

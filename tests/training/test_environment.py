@@ -1,5 +1,6 @@
 """On what, and with which code, something was run."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from training import environment
-from training.environment import commit, describe_environment
+from training.environment import commit, describe_environment, record_environment
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -25,7 +26,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_commit_is_none_outside_git(checkout: Path):
     assert commit() is None
-    assert describe_environment(torch.device("cpu")).endswith(", commit unknown")
+    assert describe_environment(environment.environment(torch.device("cpu"))).endswith(", commit unknown")
 
 
 def test_the_commit_is_dirty_with_changed_code_but_not_with_new_results(checkout: Path):
@@ -39,12 +40,20 @@ def test_the_commit_is_dirty_with_changed_code_but_not_with_new_results(checkout
     (checkout / "results/table.md").write_text("b")
     (checkout / "new.py").write_text("b")
     assert commit() == head
-    assert describe_environment(torch.device("cpu")).endswith(f", commit {head[:12]}")
+    assert describe_environment(environment.environment(torch.device("cpu"))).endswith(f", commit {head[:12]}")
     (checkout / "code.py").write_text("b")
     assert commit() == f"{head}-dirty"
-    assert describe_environment(torch.device("cpu")).endswith(f", commit {head[:12]}-dirty")
+    assert describe_environment(environment.environment(torch.device("cpu"))).endswith(f", commit {head[:12]}-dirty")
 
 
 def test_the_machine_is_described_with_what_figures_depend_on():
-    line = describe_environment(torch.device("cpu"))
+    line = describe_environment(environment.environment(torch.device("cpu")))
     assert f", {torch.get_num_threads()} threads of {torch.backends.cpu.get_cpu_capability()}, torch 2." in line
+
+
+def test_every_start_of_a_run_is_recorded(tmp_path: Path):
+    for step in (0, 6):
+        record_environment(tmp_path, {"step": step, "commit": None})
+    recorded = json.loads((tmp_path / "environments.json").read_text())
+    assert recorded == [{"step": 0, "commit": None}, {"step": 6, "commit": None}]
+    assert [path.name for path in tmp_path.iterdir()] == ["environments.json"]
