@@ -91,15 +91,20 @@ def _wanted(run: Run, settings: Mapping[str, int]) -> AttentionSettings:
 
 
 def trained_rows(contents: Mapping[Run, Mapping[str, Any] | None]) -> Iterator[dict[str, Any]]:
-    """Mean and standard error over the heads of all layers and seeds of a scheme; one empty row for one without any."""
+    """Mean and standard error over a scheme's seeds of the mean over all heads; one empty row where there is no run."""
     for scheme, runs in _by_scheme(contents).items():
         found = [content for run in runs if (content := contents[run])]
         if not found:
             yield {"source": "trained", "scheme": scheme, "quantity": "missing", "distances": "", "values": 0}
             continue
-        layers = [layer for content in found for layer in content["layers"]]
         statistics = {
-            name: np.concatenate([np.array(layer[name], dtype=float) for layer in layers]) for name in layers[0]
+            name: np.stack(
+                [
+                    np.mean(np.concatenate([np.array(layer[name], dtype=float) for layer in content["layers"]]), axis=0)
+                    for content in found
+                ]
+            )
+            for name in found[0]["layers"][0]
         }
         keys = [i + 1 for i in found[0]["queries"]]
         yield from _rows("trained", scheme, keys, statistics)

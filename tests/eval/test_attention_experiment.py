@@ -95,7 +95,7 @@ def test_what_was_kept_of_a_run_stands_for_it_where_it_is_of_the_same_settings(f
         (folder / "moved").rename(one.run_dir)
 
 
-def test_trained_values_are_mean_and_standard_error_over_layers_heads_and_seeds(folder: Path):
+def test_trained_values_are_mean_and_standard_error_over_seeds_of_the_mean_over_heads(folder: Path):
     _, runs = experiment_of(folder)
     contents = {one: measured(one, SETTINGS) for one in runs}
     data = pd.DataFrame(trained_rows(contents))
@@ -103,12 +103,13 @@ def test_trained_values_are_mean_and_standard_error_over_layers_heads_and_seeds(
         found = [content for one, content in contents.items() if content and one.row == scheme]
         assert len(found) == seeds
         for quantity in ("entropy", "last_100"):
-            heads = np.array([head for content in found for layer in content["layers"] for head in layer[quantity]])
-            assert heads.shape == (2 * seeds, 6)
+            heads = np.array([[layer[quantity] for layer in content["layers"]] for content in found])
+            assert heads.shape == (seeds, 1, 2, 6)
+            by_seed = heads.mean((1, 2))
             part = data.query("scheme == @scheme and quantity == @quantity")
             assert part["keys"].tolist() == [i + 1 for i in found[0]["queries"]]
-            np.testing.assert_allclose(part["mean"], heads.mean(0), rtol=1e-9)
-            error = heads.std(0, ddof=1) / math.sqrt(2 * seeds)
+            np.testing.assert_allclose(part["mean"], by_seed.mean(0), rtol=1e-9)
+            error = by_seed.std(0, ddof=1) / math.sqrt(2) if seeds == 2 else np.full(6, np.nan)
             np.testing.assert_allclose(part["stderr"], error, rtol=1e-6, atol=1e-12)
 
 
