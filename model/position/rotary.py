@@ -1,8 +1,9 @@
 """The rotary slot: an angular frequency per pair of dimensions, possibly depending on the inference length.
 
-Each kind is a class of one method: `angular_frequency(length)` gives d/2 numbers in radians per token, from the
-longest sequence that the model will see in this pass. To add one: write the class, name it in KINDS, and say
-`rotary: {kind: NAME}` in a file of configs/position/.
+Each kind derives from NoRotation and has one method, or two: `angular_frequency(length)` gives d/2 numbers in radians
+per token, constants, from the longest sequence that the model will see in this pass; `temperature(length)` is a factor
+on all logits. To add one: write the class, name it in KINDS, and say `rotary: {kind: NAME}` in a file of
+configs/position/.
 """
 
 import math

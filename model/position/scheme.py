@@ -60,13 +60,14 @@ class PositionScheme(nn.Module):
             )
         frequency = self.rotary.angular_frequency(inference_length)
         cos, sin = (None, None) if frequency is None else self._rotation(frequency, inference_length)
+        query_scale = self.query_scale(start, length, inference_length)
         return Plan(
             length=length,
             angular_frequency=frequency,
             cos=None if cos is None else cos[start:length],
             sin=None if sin is None else sin[start:length],
             temperature=self.rotary.temperature(inference_length),
-            query_scale=self.query_scale(start, length, inference_length),
+            query_scale=None if query_scale is None else query_scale.to(self._device.device),
             transform=self._transform(length, inference_length),
         )
 
@@ -76,6 +77,8 @@ class PositionScheme(nn.Module):
             angle = position[:, None] * frequency
             return angle.cos(), angle.sin()
 
+        if frequency.requires_grad:
+            raise ValueError("position.rotary: frequencies can't be learned, as their tables are kept; give constants")
         cos, sin = self._kept(tuple(frequency.tolist()), length, tables)
         assert cos is not None
         assert sin is not None
@@ -85,7 +88,8 @@ class PositionScheme(nn.Module):
         if next(self.logits.parameters(), None) is None:
             tables = self._kept("logits", inference_length, self.logits)
         else:
-            tables = self._stored(self.logits(torch.arange(length, dtype=torch.float64)))
+            distance = torch.arange(length, dtype=torch.float64, device=self._device.device)
+            tables = self._stored(self.logits(distance))
         scale, shift = (None if table is None else table[:, :length] for table in tables)
         if scale is None and shift is None:
             return None

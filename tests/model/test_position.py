@@ -513,6 +513,46 @@ def test_tables_kept_for_earlier_lengths_do_not_leak_into_others():
         assert tables(position, length)[0].shape == (1, length)
 
 
+@pytest.mark.parametrize("rotary", ["rope", "ntk"])
+def test_decoding_many_lengths_in_turn_makes_each_table_once(rotary: str, monkeypatch: pytest.MonkeyPatch):
+    position, made = build(rotary, logits="scale_invariant", train_length=8), []
+    real = position._stored
+    monkeypatch.setattr(position, "_stored", lambda tables: made.append(1) or real(tables))
+    for step in range(5):
+        for prompt in range(300, 312):  # the longest comes last, so the first round may make a table again
+            position.plan(prompt + step, prompt + step - 1, inference_length=prompt + 20)
+    assert len(made) == (2 if rotary == "rope" else 13)  # 384 rows at once; NTK has frequencies for each length
+
+
+def test_frequencies_that_want_a_gradient_are_refused(monkeypatch: pytest.MonkeyPatch):
+    position = build("rope")
+    learned = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    monkeypatch.setattr(position.rotary, "angular_frequency", lambda length: learned)
+    with pytest.raises(ValueError, match=r"position\.rotary: frequencies can't be learned"):
+        position.plan(4)
+
+
+def test_slots_of_ones_own_need_not_know_the_device(monkeypatch: pytest.MonkeyPatch):
+    position = build("rope")
+
+    class Learned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slope = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, t: torch.Tensor):
+            return None, -self.slope[:, None] * t
+
+    position.logits = Learned()
+    monkeypatch.setattr(position.query_scale, "forward", lambda start, length, _: torch.ones(1, 2, length - start))
+    plan = position.to("meta").plan(4)
+    assert plan.query_scale is not None
+    assert plan.query_scale.is_meta
+    assert plan.transform is not None
+    assert plan.transform.shift is not None
+    assert plan.transform.shift.is_meta
+
+
 def test_a_plan_made_in_inference_mode_serves_training_afterwards(small_gpt: Callable[..., GPT]):
     gpt = small_gpt({"rotary": {"kind": "rope"}, "logits": {"kind": "scale_invariant"}})
     tokens = torch.randint(31, (1, 8))
