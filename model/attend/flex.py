@@ -1,7 +1,8 @@
 """FlexAttention with the transform as its score modification: the GPU path of the schemes with a `logits` slot.
 
 Compiled once for each bucket of lengths: a sequence is filled up at its end to the next 128 * 2^k or 384 * 2^k tokens,
-which no real query sees, so that many lengths need few compilations. Scale and shift are looked up in their tables, or,
+which no real query sees, so that many lengths need few compilations. Without gradients the rows are filled up, too, to
+a power of two: those that a validation has left at its end, or prompts generated from together. Scale and shift are looked up in their tables, or,
 as `flex_closed_form`, computed anew for every logit: which is faster on a GPU is still to be measured.
 """
 
@@ -18,7 +19,7 @@ from model.attend.transform import Formula, Transform
 
 BLOCK = 128
 # Past its limit of 8, dynamo would go on in eager mode, T x T in memory and many times slower. Raise instead.
-_COMPILE_LIMITS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+_COMPILE_LIMITS = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
 
 
 @torch.compiler.disable
@@ -66,11 +67,12 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None, shift: Tensor | None, formula: Formula | None
 ) -> Tensor:
     """Fills up to a bucket, attends with the compiled kernel, cuts off."""
-    length = q.shape[2]
+    rows, length = q.shape[0], q.shape[2]
+    more_rows = 0 if torch.is_grad_enabled() else (1 << (rows - 1).bit_length()) - rows
     filled = bucket(length)
-    q, k, v = (pad(x, (0, 0, 0, filled - length)) for x in (q, k, v))
+    q, k, v = (pad(x, (0, 0, 0, filled - length, 0, 0, 0, more_rows)) for x in (q, k, v))
     with torch._dynamo.config.patch(_COMPILE_LIMITS):
-        return _compiled()(q, k, v, causal_block_mask(filled, q.device), scale, shift, formula)[:, :, :length]
+        return _compiled()(q, k, v, causal_block_mask(filled, q.device), scale, shift, formula)[:rows, :, :length]
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, transform: Transform | None) -> str | None:

@@ -82,8 +82,8 @@ from torch._dynamo.utils import counters
 from model.attend import Transform, attend
 from model.attend.flex import bucket
 
-def check(run, length):
-    q, k, v = (torch.randn(2, 3, length, 16) for _ in range(3))
+def check(run, length, rows=2):
+    q, k, v = (torch.randn(rows, 3, length, 16) for _ in range(3))
     t = torch.arange(length).float()
     transform = Transform(scale=1 + t.log1p()[None], shift=-t.log1p()[None])
     want = attend(q, k, v, transform, "dense")
@@ -94,6 +94,11 @@ for length in lengths:
     check(lambda *qkvt: attend(*qkvt, "flex"), length)
 compiled, buckets = counters["stats"]["unique_graphs"], len({bucket(length) for length in lengths})
 assert compiled == buckets == 4, (compiled, buckets)
+with torch.no_grad():
+    for rows in range(1, 17):
+        check(lambda *qkvt: attend(*qkvt, "flex"), 100, rows)
+compiled = counters["stats"]["unique_graphs"] - compiled
+assert compiled == 5, compiled  # 1, 2, 4, 8 and 16 rows
 check(torch.compile(lambda q, k, v, transform: attend(1 * q, k, v, transform, "flex") * 1), 100)
 print("all as they should be")
 """
