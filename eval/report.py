@@ -110,6 +110,11 @@ class ReportedRun:
         return any(key.startswith("needle.") for key in self.settings)
 
     @property
+    def seed(self) -> str:
+        """What tells it from the other runs of its setting: its seed, or that of its fine-tuning and of what."""
+        return repr([self.settings.get(key) for key in ("seed", "needle.seed", "needle.parent.run_dir")])
+
+    @property
     def step(self) -> int:
         """The last step that it has metrics of."""
         return int(self.column("step").max(initial=0))
@@ -251,6 +256,17 @@ def group_seeds(runs: Sequence[ReportedRun]) -> list[list[ReportedRun]]:
         if run.settings:
             groups.setdefault(repr([run.settings.get(key) for key in keys]), []).append(run)
     return list(groups.values())
+
+
+def copies_of_seeds(group: Sequence[ReportedRun]) -> dict[str, str]:
+    """Of the runs of one setting those whose seed another one has, by name, and the one that stands for both.
+
+    That is the first finished one of a seed, or the first one; a copy is no further sample of the setting's results.
+    """
+    chosen: dict[str, ReportedRun] = {}
+    for run in sorted(group, key=lambda run: not run.is_finished):  # stable
+        chosen.setdefault(run.seed, run)
+    return {run.name: chosen[run.seed].name for run in group if chosen[run.seed] is not run}
 
 
 def _is_there(run: ReportedRun, name: str) -> bool:

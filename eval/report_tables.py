@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import to_hex, to_rgb
 
-from eval.report import ReportedRun, differing_settings
+from eval.report import ReportedRun, copies_of_seeds, differing_settings
 from eval.tables import Row, scheme_name
 
 ABSENT = "–"
@@ -75,14 +75,19 @@ def summary(runs: Sequence[ReportedRun]) -> Grid:
 
 
 def seeds(groups: Mapping[str, Sequence[ReportedRun]]) -> Grid | None:
-    """A row a setting: mean and standard error over its finished seeds; None where no setting has several runs."""
+    """A row a setting: mean and standard error over its finished seeds; None where no setting has several runs.
+
+    Each seed counts once, and the caption names the copies.
+    """
     if all(len(group) == 1 for group in groups.values()):
         return None
     runs = [run for group in groups.values() for run in group]
     losses, accuracies = _lengths(run_losses(run) for run in runs), _lengths(_accuracies(run) for run in runs)
+    copies = {name: of for group in groups.values() for name, of in copies_of_seeds(group).items()}
     rows = []
     for name, group in groups.items():
-        finished = [run for run in group if run.is_finished]
+        distinct = [run for run in group if run.name not in copies]
+        finished = [run for run in distinct if run.is_finished]
         values = [
             [cells.get(length, Cell("")).value for cells, of in _measured(run, losses, accuracies) for length in of]
             for run in finished
@@ -90,12 +95,16 @@ def seeds(groups: Mapping[str, Sequence[ReportedRun]]) -> Grid | None:
         row = Row(name, values or [[None] * (len(losses) + len(accuracies))])
         with np.errstate(invalid="ignore"):  # the error of what diverged is nan
             cells = [_with_error(*pair) for pair in zip(row.mean, row.stderr, strict=True)]
-        counted = f"{len(finished)}" if len(finished) == len(group) else f"{len(finished)} of {len(group)}"
+        counted = f"{len(finished)}" if len(finished) == len(distinct) else f"{len(finished)} of {len(distinct)}"
         rows.append([Cell(name), Cell(counted, len(finished)), *cells])
     for index in range(len(losses) + len(accuracies)):
         mark_best(rows, 2 + index, min if index < len(losses) else max)
     columns = ["Setting", "Seeds", *_headings(losses, accuracies)]
-    return Grid("Mean ± standard error over the finished seeds of each setting.", columns, rows)
+    caption = "Mean ± standard error over the finished seeds of each setting."
+    if copies:
+        named = ", ".join(f"{name} (the seed of {of})" for name, of in copies.items())
+        caption += f" Not counted again: {named}."
+    return Grid(caption, columns, rows)
 
 
 def losses_by_length(runs: Sequence[ReportedRun]) -> Grid | None:

@@ -97,6 +97,29 @@ def test_seeds_of_one_setting_are_averaged_over_the_finished(folder: Path):
     assert seeds(name_groups(read_runs([folder / "si", folder / "rope-seed0"]))) is None
 
 
+def test_a_seed_counts_once_and_its_copies_are_named(tmp_path: Path):
+    same = {32: 2.0}
+    write_report_run(tmp_path / "begun", same, "position=rope", steps=20)
+    write_report_run(tmp_path / "first", same, "position=rope")
+    write_report_run(tmp_path / "other", {32: 3.0}, "position=rope", seed=1)
+    write_report_run(tmp_path / "resumed", same, "position=rope", "train.micro_batch_tokens=64", device="cuda")
+    grid = seeds(name_groups(read_runs(find_run_dirs([f"{tmp_path}/*"]))))
+    assert texts(grid)["RoPE"] == {"Seeds": "2", "Loss at 32": "2.500 ± 0.500"}
+    assert grid is not None
+    assert grid.caption.endswith("Not counted again: begun (the seed of first), resumed (the seed of first).")
+    alone = seeds(name_groups(read_runs([tmp_path / "first", tmp_path / "resumed"])))
+    assert texts(alone)["RoPE"] == {"Seeds": "1", "Loss at 32": "2.000"}
+
+
+def test_fine_tunings_count_by_their_own_seed_and_the_run_they_start_from(tmp_path: Path):
+    for seed, parent in ((0, "a"), (1, "a"), (0, "b")):
+        needle = {"needles": 1, "seed": seed, "parent": {"run_dir": parent, "step": 40}}
+        write_report_run(tmp_path / f"{parent}{seed}", {32: 0.1}, "position=rope", needle=needle)
+    shutil.copytree(tmp_path / "a0", tmp_path / "copy")
+    grid = seeds(name_groups(read_runs(find_run_dirs([f"{tmp_path}/*"]))))
+    assert texts(grid)["RoPE, fine-tuned on needles"]["Seeds"] == "3"
+
+
 def test_settings_of_one_scheme_are_named_by_what_differs(tmp_path: Path):
     for tau in (1, 100):
         for seed in (0, 1):
