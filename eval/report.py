@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from eval.runs import load_config, read_metrics, run_status
 from training.checkpoint_folder import checkpoint_step, list_checkpoints
-from training.log import LOG
+from training.log import LOG, METRICS, read_metrics_lines
 from training.run_config import CONFIG, FREE
 
 # What makes no other setting of a run: with another of these it is another seed, or the same.
@@ -190,6 +190,8 @@ def read_run(run_dir: Path, name: str, pictures: bool = True) -> ReportedRun:
         run.checkpoints = [checkpoint_step(folder) for folder in list_checkpoints(run_dir)]
         if "train.steps" in run.settings:
             run.status = run_status(run_dir, run.settings["train.steps"])
+            if run.status == "interrupted" and _was_kept(run):
+                run.status = "finished"
     with run.part("eval.json"):
         if _is_there(run, "eval.json"):
             run.evaluation = parse_evaluation(json.loads((run_dir / "eval.json").read_text()))
@@ -274,6 +276,18 @@ def _is_there(run: ReportedRun, name: str) -> bool:
     if not found:
         run.missing.append(name)
     return found
+
+
+def _was_kept(run: ReportedRun) -> bool:
+    """Whether the folder holds what was measured of a run to the end, and no checkpoints, as `eval.kept` leaves it.
+
+    To a sweep that is an interrupted run, for it trains one again that lost its checkpoints; to a report it is done.
+    """
+    if run.metrics.empty or (run.run_dir / "checkpoints").exists():  # of broken metrics there are none
+        return False
+    validated = {f"val/loss_{length}" for length in run.settings.get("validation.lengths") or ["?"]}
+    lines = read_metrics_lines(run.run_dir / METRICS)  # unlike a table, they tell a loss that is nan from none
+    return any(line["step"] == run.settings["train.steps"] and validated <= line.keys() for line in lines)
 
 
 def _read_attention(run: ReportedRun, pictures: bool) -> None:

@@ -14,12 +14,15 @@ import pytest
 
 import train
 from eval.figures import STYLES
+from eval.kept import thinned
 from eval.report import find_run_dirs, read_run, read_runs
 from eval.report_page import POINTS, charts, name_groups, render, styles, thin_out, write_page
 from eval.report_tables import Grid, differences, environments, losses_by_length, needle_map, seeds, summary
+from eval.runs import run_status
 from scripts import evaluate, needle, report
 from tests.report_runs import png, write_evaluation, write_needles, write_report_run
 from tests.tiny_run import listing, refusal, run, tiny_words, write_tiny_data
+from training.log import read_metrics_lines
 
 SCALE_INVARIANT = "position=scale_invariant_p_rope"
 
@@ -75,6 +78,40 @@ def test_the_best_is_one_of_the_finished(folder: Path):
     assert [row["Loss at 32"] for row in rows.values()] == ["2.000", "2.200", "(1.000)", "*1.900*"]
     assert rows["rope-seed2"]["Status"] == "interrupted"
     assert rows["rope-seed2"]["Steps"] == "20 / 40"
+
+
+def test_a_kept_run_is_finished_if_its_metrics_are(folder: Path, tmp_path: Path):
+    for name, steps in (("rope-seed0", 40), ("rope-seed1", 40), ("rope-seed2", 20)):
+        kept = Path(shutil.copytree(folder / name, tmp_path / name))
+        shutil.rmtree(kept / "checkpoints")
+        assert run_status(kept, 40) == "interrupted", "a sweep trains it again"
+        lines = read_metrics_lines(kept / "metrics.jsonl")
+        (kept / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in thinned(lines)))
+        assert read_run(kept, name).status == ("finished" if steps == 40 else "interrupted")
+    (row,) = texts(seeds(name_groups(read_runs(find_run_dirs([f"{tmp_path}/*"]))))).values()
+    assert (row["Seeds"], row["Loss at 32"]) == ("2 of 3", "2.100 ± 0.100")
+    (tmp_path / "rope-seed1" / "checkpoints").mkdir()
+    assert read_run(tmp_path / "rope-seed1", "not kept").status == "interrupted"
+
+
+def test_a_kept_run_that_diverged_is_finished(folder: Path, tmp_path: Path):
+    kept = Path(shutil.copytree(folder / "si", tmp_path / "kept"))
+    shutil.rmtree(kept / "checkpoints")
+    lines = read_metrics_lines(kept / "metrics.jsonl")
+    lines[-1] |= {"val/loss_32": float("nan")}
+    (kept / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(kept, "kept").status == "finished"
+    del lines[-1]["val/loss_64"]
+    (kept / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(kept, "kept").status == "interrupted"
+
+
+def test_broken_metrics_of_a_kept_run_are_named_once(folder: Path, tmp_path: Path):
+    kept = Path(shutil.copytree(folder / "si", tmp_path / "kept"))
+    shutil.rmtree(kept / "checkpoints")
+    (kept / "metrics.jsonl").write_text("not JSON\n")
+    (line,) = read_run(kept, "kept").broken
+    assert line.startswith("metrics.jsonl: ")
 
 
 def test_lengths_that_were_not_validated_come_from_eval_json(folder: Path):
