@@ -7,6 +7,7 @@ reads and raises ValueError (or what Python raises for a value of another type),
 import base64
 import glob
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,11 +57,12 @@ class ByPosition:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What eval.json says: losses by length, at a step, and by position where it has them."""
+    """What eval.json says: losses by length, and by position where it has them; at a step, on the data of a folder."""
 
     step: int | None
     loss: dict[int, Measured]
     by_position: dict[int, ByPosition]
+    data: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,29 @@ class ReportedRun:
     def step(self) -> int:
         """The last step that it has metrics of."""
         return int(self.column("step").max(initial=0))
+
+    @property
+    def last_step(self) -> int:
+        """The step of its last checkpoint; of a run without any, such as a kept one, the last with metrics."""
+        return max(self.checkpoints, default=self.step)
+
+    @property
+    def evaluated_data(self) -> str | None:
+        """The folder of the data that eval.json is of: the run's own where it is that one or doesn't say."""
+        own, data = self.settings.get("data.dir"), self.evaluation.data if self.evaluation else None
+        if own is None or data is None:
+            return data if own is None else str(own)
+        return str(own) if _is_same_folder(str(own), data, kept=not self.checkpoints) else data
+
+    @property
+    def evaluated_elsewhere(self) -> str:
+        """Where eval.json is not of the run's own data and last checkpoint, what it is of: "data/other, step 4"."""
+        if self.evaluation is None:
+            return ""
+        own, data, step = self.settings.get("data.dir"), self.evaluated_data, self.evaluation.step
+        parts = [str(data)] if own is not None and data != str(own) else []
+        parts += [f"step {step:,}"] if step is not None and 0 < self.last_step != step else []
+        return ", ".join(parts)
 
     @property
     def validation(self) -> dict[int, tuple[int, float]]:
@@ -212,8 +237,8 @@ def parse_evaluation(document: Mapping[str, Any]) -> Evaluation:
         if len(edges) != len(mean) + 1 or edges != sorted(set(edges)):
             raise ValueError(f"by_position of {length} must have rising edges, one more than means")
         by_position[int(length)] = ByPosition(edges, mean)
-    step = document.get("step")
-    return Evaluation(None if step is None else int(step), loss, by_position)
+    step, data = document.get("step"), document.get("data")
+    return Evaluation(None if step is None else int(step), loss, by_position, None if data is None else str(data))
 
 
 def parse_needles(document: Mapping[str, Any], run_dir: str) -> Needles:
@@ -288,6 +313,12 @@ def _was_kept(run: ReportedRun) -> bool:
     validated = {f"val/loss_{length}" for length in run.settings.get("validation.lengths") or ["?"]}
     lines = read_metrics_lines(run.run_dir / METRICS)  # unlike a table, they tell a loss that is nan from none
     return any(line["step"] == run.settings["train.steps"] and validated <= line.keys() for line in lines)
+
+
+def _is_same_folder(one: str, other: str, kept: bool) -> bool:
+    """`kept` says that the names may be kept ones: of an absolute path `eval.kept` leaves the last name alone."""
+    names = {Path(one).name, Path(other).name}
+    return os.path.abspath(one) == os.path.abspath(other) or (kept and len(names) == 1 and bool(names & {one, other}))
 
 
 def _read_attention(run: ReportedRun, pictures: bool) -> None:

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 POINTS = 500  # of a curve, at most
 DASHES = {"-": "", "--": "7 4", ":": "2 3", "-.": "8 3 2 3"}  # matplotlib's words, and SVG's
 LOSS = "loss (nats per token)"
-LENGTHS_FROM = "Of the last validation; at lengths that were not validated, of eval.json."
+LENGTHS_FROM = "Of the last validation; at other lengths, of eval.json, if of the run's own data and last checkpoint."
 
 
 def write_page(path: Path, page: str) -> None:
@@ -173,24 +173,28 @@ def _length_chart(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """Loss over evaluation length."""
     series = []
     for index, run in enumerate(runs):
-        losses = {length: cell.value for length, cell in sorted(tables.run_losses(run).items())}
+        losses = {length: cell.value for length, cell in sorted(tables.run_losses(run).items()) if not cell.aside}
         series += _series(index, list(losses), [loss for loss in losses.values() if loss is not None])
     title = "Over evaluation length"
     return {"id": "length", "title": title, "x": "evaluation length (tokens)", "y": LOSS, "log": True, "series": series}
 
 
 def _position_charts(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
-    """One chart a length: loss over the last position of each range of positions, counted from 1."""
-    evaluated = [run.evaluation.by_position if run.evaluation else {} for run in runs]
+    """One chart a length: loss over the last position of each range of positions, counted from 1.
+
+    What was evaluated on other data or of an older checkpoint than the run's last has charts of its own.
+    """
+    drawn: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for index, run in enumerate(runs):
+        for length, of_run in run.evaluation.by_position.items() if run.evaluation else ():
+            series = drawn.setdefault((length, run.evaluated_elsewhere), [])
+            series += _series(index, of_run.edges[1:], of_run.mean)
     found = []
-    for length in sorted({length for of_run in evaluated for length in of_run}):
-        series = []
-        for index, of_run in enumerate(evaluated):
-            if length in of_run:
-                series += _series(index, of_run[length].edges[1:], of_run[length].mean)
-        title = f"Sequences of {length:,} tokens"
+    for number, ((length, elsewhere), series) in enumerate(sorted(drawn.items(), key=lambda item: item[0])):
+        name = f"position-{length}-{number}" if elsewhere else f"position-{length}"
+        title = f"Sequences of {length:,} tokens" + (f" ({elsewhere})" if elsewhere else "")
         x = "up to position (tokens)"
-        found.append({"id": f"position-{length}", "title": title, "x": x, "y": LOSS, "log": True, "series": series})
+        found.append({"id": name, "title": title, "x": x, "y": LOSS, "log": True, "series": series})
     return found
 
 
@@ -227,6 +231,5 @@ def _missing(runs: Sequence[ReportedRun]) -> list[str]:
 
 def _other_data(runs: Sequence[ReportedRun]) -> str:
     """The validation data where the runs do not share it."""
-    measured = [run.settings for run in runs if run.settings and not run.is_finetuned]
-    found = {f"{of.get('data.dir')} ({of.get('validation.tokens')} tokens)" for of in measured}
+    found = {tables.validated_on(run) for run in runs if run.settings and not run.is_finetuned}
     return ", ".join(sorted(found)) if len(found) > 1 else ""

@@ -1,8 +1,9 @@
 """The tables of a report: cells with what they show, what they are sorted by, and whether they are the best."""
 
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +23,17 @@ MACHINE = re.compile(r"\S+ \S+ on (.*, torch .*)")  # what it logs next
 
 @dataclass(frozen=True)
 class Cell:
-    """`value` is what the column is sorted by, None for text; `note` says more on demand."""
+    """`value` is what the column is sorted by, None for text; `note` says more on demand.
+
+    `aside`: measured on other data or of an older checkpoint, so neither averaged nor drawn with the rest.
+    """
 
     text: str
     value: float | None = None
     best: bool = False
     note: str = ""
     background: str = ""
+    aside: bool = False
 
     @property
     def on_dark(self) -> bool:
@@ -66,8 +71,9 @@ def summary(runs: Sequence[ReportedRun]) -> Grid:
         row += [_metric(run, "train/tokens_per_second", "median", "{:,.0f}"), _memory(run)]
         rows.append(row)
     first = columns.index("Status") + 1
+    data = [validated_on(run) for run in runs]
     for index in range(first, first + len(losses)):
-        mark_best(rows, index, min)
+        mark_best(rows, index, min, data)
     for index in range(first + len(losses), first + len(losses) + len(accuracies)):
         mark_best(rows, index, max)
     caption = "Loss: validation loss in nats per token at a length in tokens. Needles: share of them that were found."
@@ -89,7 +95,7 @@ def seeds(groups: Mapping[str, Sequence[ReportedRun]]) -> Grid | None:
         distinct = [run for run in group if run.name not in copies]
         finished = [run for run in distinct if run.is_finished]
         values = [
-            [cells.get(length, Cell("")).value for cells, of in _measured(run, losses, accuracies) for length in of]
+            [_averaged(cells.get(length)) for cells, of in _measured(run, losses, accuracies) for length in of]
             for run in finished
         ]
         row = Row(name, values or [[None] * (len(losses) + len(accuracies))])
@@ -97,8 +103,9 @@ def seeds(groups: Mapping[str, Sequence[ReportedRun]]) -> Grid | None:
             cells = [_with_error(*pair) for pair in zip(row.mean, row.stderr, strict=True)]
         counted = f"{len(finished)}" if len(finished) == len(distinct) else f"{len(finished)} of {len(distinct)}"
         rows.append([Cell(name), Cell(counted, len(finished)), *cells])
+    data = [validated_on(group[0]) for group in groups.values()]
     for index in range(len(losses) + len(accuracies)):
-        mark_best(rows, 2 + index, min if index < len(losses) else max)
+        mark_best(rows, 2 + index, *((min, data) if index < len(losses) else (max, None)))
     columns = ["Setting", "Seeds", *_headings(losses, accuracies)]
     caption = "Mean ± standard error over the finished seeds of each setting."
     if copies:
@@ -108,24 +115,32 @@ def seeds(groups: Mapping[str, Sequence[ReportedRun]]) -> Grid | None:
 
 
 def losses_by_length(runs: Sequence[ReportedRun]) -> Grid | None:
-    """What evaluate.py measured, at which step and on how many tokens; None without any eval.json."""
+    """What evaluate.py measured, on which data, at which step and on how many tokens; None without any eval.json.
+
+    The best is one of those on as many tokens of the same data, each at its run's end or at the same step.
+    """
     evaluated = [(run, run.evaluation) for run in runs if run.evaluation]
     if not evaluated:
         return None
     lengths = _lengths(evaluation.loss for _, evaluation in evaluated)
-    rows = []
+    rows, alike = [], []
     for run, evaluation in evaluated:
         tokens = sorted({measured.count for measured in evaluation.loss.values()})
         row = [
             Cell(run.name),
+            Cell((evaluation.data and run.evaluated_data) or ABSENT),
             number(evaluation.step),
             Cell(", ".join(f"{n:,}" for n in tokens), max(tokens, default=0)),
         ]
         rows.append(row + [_loss(evaluation.loss[n].mean) if n in evaluation.loss else Cell(ABSENT) for n in lengths])
+        at_end = run.is_finished and evaluation.step in (None, run.last_step)
+        data = os.path.abspath(run.evaluated_data) if run.evaluated_data else None
+        alike.append((data, "end" if at_end else evaluation.step, *tokens))
     for index in range(len(lengths)):
-        mark_best(rows, 3 + index, min)
-    columns = ["Run", "Step", "Tokens", *_headings(lengths, [])]
-    return Grid("Loss in nats per token that scripts/evaluate.py measured.", columns, rows)
+        mark_best(rows, 4 + index, min, alike)
+    columns = ["Run", "Data", "Step", "Tokens", *_headings(lengths, [])]
+    caption = "Loss in nats per token that scripts/evaluate.py measured."
+    return Grid(f"{caption} Bold: the best of those on the same data at the same step or the end.", columns, rows)
 
 
 def needle_map(run: ReportedRun) -> Grid | None:
@@ -182,21 +197,30 @@ def run_scheme(run: ReportedRun) -> str:
 
 
 def run_losses(run: ReportedRun) -> dict[int, Cell]:
-    """By length the loss of the last validation, and eval.json's at other lengths. Only a finished run competes."""
+    """By length the loss of the last validation, and eval.json's at other lengths.
+
+    In brackets, for it does not compete: what an unfinished run measured, or eval.json elsewhere.
+    """
     cells = {}
     if run.evaluation:
         where = "eval.json" if run.evaluation.step is None else f"eval.json, step {run.evaluation.step:,}"
+        data = f" of {run.evaluated_data}" if run.evaluation.data else ""
         for length, measured in run.evaluation.loss.items():
-            cells[length] = _loss(measured.mean, f"{where}, {measured.count:,} tokens")
+            cell = _loss(measured.mean, f"{where}, {measured.count:,} tokens{data}")
+            cells[length] = replace(cell, aside=bool(run.evaluated_elsewhere))
     if not run.is_finetuned:
         for length, (step, loss) in run.validation.items():
             cells[length] = _loss(loss, f"validation at step {step:,}")
-    if not run.is_finished:
-        cells = {
-            length: replace(cell, text=f"({cell.text})", note=f"{cell.note}; not finished")
-            for length, cell in cells.items()
-        }
-    return cells
+    unfinished = "" if run.is_finished else "; not finished"
+    return {
+        length: replace(cell, text=f"({cell.text})", note=cell.note + unfinished) if unfinished or cell.aside else cell
+        for length, cell in cells.items()
+    }
+
+
+def validated_on(run: ReportedRun) -> str:
+    """The folder of a run's validation data, and how much of it: "data/shards/x (1024 tokens)"."""
+    return f"{run.settings.get('data.dir')} ({run.settings.get('validation.tokens')} tokens)"
 
 
 def setting(run: ReportedRun, key: str) -> Cell:
@@ -211,8 +235,24 @@ def number(value: float | None) -> Cell:
     return Cell(f"{value:,}" if isinstance(value, int) else f"{value:g}", value)
 
 
-def mark_best(rows: list[list[Cell]], index: int, best: Callable[[Iterable[float]], float]) -> None:
-    """Marks the best of at least two values of a column, and all that look like it; none that stands in brackets."""
+def mark_best(
+    rows: list[list[Cell]],
+    index: int,
+    best: Callable[[Iterable[float]], float],
+    alike: Sequence[Hashable] | None = None,
+) -> None:
+    """Marks the best of at least two values of a column, and all that look like it; none that stands in brackets.
+
+    `alike` has a value a row: only rows with the same one are compared.
+    """
+    compared: dict[Hashable, list[list[Cell]]] = {}
+    for row, value in zip(rows, alike or [None] * len(rows), strict=True):
+        compared.setdefault(value, []).append(row)
+    for among in compared.values():
+        _mark_best_among(among, index, best)
+
+
+def _mark_best_among(rows: list[list[Cell]], index: int, best: Callable[[Iterable[float]], float]) -> None:
     cells = [row[index] for row in rows]
     finite = [c for c in cells if c.value is not None and math.isfinite(c.value) and not c.text.startswith("(")]
     if len(finite) < 2:
@@ -237,6 +277,11 @@ def _measured(
     run: ReportedRun, losses: Sequence[int], accuracies: Sequence[int]
 ) -> list[tuple[dict[int, Cell], Sequence[int]]]:
     return [(run_losses(run), losses), (_accuracies(run), accuracies)]
+
+
+def _averaged(cell: Cell | None) -> float | None:
+    """What enters an average."""
+    return None if cell is None or cell.aside else cell.value
 
 
 def _loss(loss: float, note: str = "") -> Cell:

@@ -20,7 +20,7 @@ from eval.report_page import POINTS, charts, name_groups, render, styles, thin_o
 from eval.report_tables import Grid, differences, environments, losses_by_length, needle_map, seeds, summary
 from eval.runs import run_status
 from scripts import evaluate, needle, report
-from tests.report_runs import png, write_evaluation, write_needles, write_report_run
+from tests.report_runs import composed, png, write_evaluation, write_needles, write_report_run
 from tests.tiny_run import listing, refusal, run, tiny_words, write_tiny_data
 from training.log import read_metrics_lines
 
@@ -118,6 +118,7 @@ def test_lengths_that_were_not_validated_come_from_eval_json(folder: Path):
     runs = read_runs([folder / "si"])
     assert texts(summary(runs))["si"]["Loss at 128"] == "6.000"
     assert texts(losses_by_length(runs))["si"] == {
+        "Data": "–",
         "Step": "40",
         "Tokens": "1,024",
         "Loss at 32": "1.900",
@@ -155,6 +156,67 @@ def test_fine_tunings_count_by_their_own_seed_and_the_run_they_start_from(tmp_pa
     shutil.copytree(tmp_path / "a0", tmp_path / "copy")
     grid = seeds(name_groups(read_runs(find_run_dirs([f"{tmp_path}/*"]))))
     assert texts(grid)["RoPE, fine-tuned on needles"]["Seeds"] == "3"
+
+
+def write_evaluation_of(run_dir: Path, losses: dict[int, float], **differing: Any) -> None:
+    """eval.json with other data or another step than the run's own."""
+    write_evaluation(run_dir, losses)
+    path = run_dir / "eval.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | differing))
+
+
+@pytest.mark.parametrize("differing", [{"data": "other"}, {"step": 4}], ids=["other data", "another checkpoint"])
+def test_an_evaluation_elsewhere_neither_competes_nor_is_averaged(differing: dict[str, Any], tmp_path: Path):
+    for seed, loss in ((0, 5.0), (1, 6.0), (2, 1.0)):
+        run_dir = write_report_run(tmp_path / "runs" / str(seed), {32: 2.0}, "position=rope", seed=seed)
+        write_evaluation_of(
+            run_dir, {128: loss}, **(differing if seed == 2 else {"data": str(composed()["data"]["dir"])})
+        )
+    runs = read_runs(find_run_dirs([f"{tmp_path}/runs/*"]))
+    assert [row["Loss at 128"] for row in texts(summary(runs)).values()] == ["*5.000*", "6.000", "(1.000)"]
+    assert texts(seeds(name_groups(runs)))["RoPE"]["Loss at 128"] == "5.500 ± 0.500"
+    assert [row["Loss at 128"] for row in texts(losses_by_length(runs)).values()] == ["*5.000*", "6.000", "1.000"]
+    sections = {section["title"]: section["charts"] for section in charts(runs)}
+    assert [series["x"] for series in sections["Loss by length"][0]["series"]] == [[32, 128], [32, 128], [32]]
+    own, elsewhere = sections["Loss by position"]
+    assert [series["run"] for series in own["series"]] == [0, 1]
+    assert [series["run"] for series in elsewhere["series"]] == [2]
+    assert elsewhere["title"] == f"Sequences of 128 tokens ({'other' if 'data' in differing else 'step 4'})"
+
+
+def test_evaluations_on_the_same_other_data_compete_with_each_other(tmp_path: Path):
+    for seed, (loss, data) in enumerate([(5.0, "other"), (6.0, "other"), (1.0, "third")]):
+        run_dir = write_report_run(tmp_path / "runs" / str(seed), {32: 2.0}, "position=rope", seed=seed)
+        write_evaluation_of(run_dir, {128: loss}, data=data)
+    rows = texts(losses_by_length(read_runs(find_run_dirs([f"{tmp_path}/runs/*"]))))
+    assert [row["Data"] for row in rows.values()] == ["other", "other", "third"]
+    assert [row["Loss at 128"] for row in rows.values()] == ["*5.000*", "6.000", "1.000"]
+    assert ">third<" in written(tmp_path / "runs")
+
+
+def test_the_data_of_an_evaluation_are_known_by_any_name_of_their_folder(tmp_path: Path):
+    run_dir = write_report_run(tmp_path / "run", {32: 2.0}, "position=rope", data={"name": "x", "dir": "data/x"})
+    for data in ("data/x/", "./data/x", str(Path.cwd() / "data" / "x")):
+        write_evaluation_of(run_dir, {128: 3.0}, data=data)
+        assert read_run(run_dir, "run").evaluated_elsewhere == ""
+    write_evaluation_of(run_dir, {128: 3.0}, data="x")
+    assert read_run(run_dir, "run").evaluated_elsewhere == "x"
+    shutil.rmtree(run_dir / "checkpoints")  # a kept run has the last name alone of an absolute path
+    assert read_run(run_dir, "run").evaluated_elsewhere == ""
+
+
+def test_losses_on_different_validation_data_do_not_compete(tmp_path: Path):
+    for name, loss, data in (("a", 1.0, "one"), ("b", 2.0, "two"), ("c", 3.0, "two")):
+        write_report_run(tmp_path / name, {32: loss}, "position=rope", data={"name": "x", "dir": data})
+    rows = texts(summary(read_runs(find_run_dirs([f"{tmp_path}/*"]))))
+    assert [row["Loss at 32"] for row in rows.values()] == ["1.000", "*2.000*", "3.000"]
+
+
+def test_a_fine_tuned_run_evaluated_elsewhere_has_the_table_without_a_chart(tmp_path: Path):
+    needle = {"needles": 1, "seed": 0}
+    run_dir = write_report_run(tmp_path / "runs" / "tuned", {32: 0.1}, "position=rope", needle=needle)
+    write_evaluation_of(run_dir, {128: 3.25}, data="other")
+    assert written(tmp_path / "runs").count(">3.250<") == 1
 
 
 def test_settings_of_one_scheme_are_named_by_what_differs(tmp_path: Path):
