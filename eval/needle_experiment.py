@@ -16,6 +16,9 @@ from eval.tables import Measure, Numbers, Table, row_name, tabulate
 
 Accuracy = dict[str, dict[str, Any]]  # that of needle.json: {length: what `eval.needle.summarise` gives}
 
+# The keys of needle.py's `train` that change its results.
+TRAINING = ("length", "first_length", "first_fraction", "rows", "steps", "warmup_fraction", "cooldown_fraction")
+
 
 @dataclass(frozen=True, eq=False)
 class NeedleRun(Run):
@@ -48,11 +51,15 @@ class NeedleRun(Run):
 
     @property
     def accuracy(self) -> Accuracy:
-        """What the test that the config asks for found, as it stands in the parent's needle.json; else empty."""
+        """What the test that the config asks for found, as it stands in the parent's needle.json; else empty.
+
+        Whatever else needle.py does with the parent (another seed, other haystacks, no fine-tuning) goes into that
+        file, too, and is no result of this copy.
+        """
         path = self.parent.record / "needle.json"
         try:
             found = json.loads(path.read_text())
-            accuracy, tested = found["accuracy"], (found["task"], found["step"], found["finetuned_from"] is not None)
+            accuracy, as_asked = found["accuracy"], self._made(found)
             samples = {int(length): entry["samples"] for length, entry in accuracy.items()}
         except FileNotFoundError:
             return {}
@@ -60,8 +67,31 @@ class NeedleRun(Run):
             raise ValueError(
                 f"{path} is damaged ({type(error).__name__}); delete it, and the run is tested again"
             ) from error
-        as_asked = tested == (self.config["needle"], self.steps, True)
         return accuracy if as_asked and samples == dict.fromkeys(self.lengths, self.config["samples"]) else {}
+
+    def _made(self, found: Mapping[str, Any]) -> bool:
+        """Whether the content of a needle.json is of this copy, fine-tuned and tested as its config says."""
+        if found["finetuned_from"] is None:
+            return False
+        data = self.config["data_dir"] or self.parent.config["data"]["dir"]
+        is_kept = self.parent.record != self.parent.run_dir  # perhaps of another machine, where the data lie elsewhere
+        same_data = Path(found["data"]).name == Path(data).name
+        if not is_kept:
+            same_data = Path(found["data"]).resolve() == Path(data).resolve()
+        names = [Path(found[key]).name for key in ("run_dir", "finetuned_from")]
+        tested = found["task"], found["seed"], found["step"]
+        # results from before these were recorded have nothing to compare
+        started_at = found.get("finetuned_from_step", self.parent.steps)
+        trained = self._training(found.get("train", self.config["train"]))
+        return (
+            same_data
+            and names == [self.run_dir.name, self.parent.run_dir.name]
+            and tested == (self.config["needle"], self.config["seed"], self.steps)
+            and (started_at, trained) == (self.parent.steps, self._training(self.config["train"]))
+        )
+
+    def _training(self, train: Mapping[str, Any]) -> list[Any]:
+        return [train["length"] or self.parent.config["train"]["length"], *(train[key] for key in TRAINING[1:])]
 
 
 def needle_runs(

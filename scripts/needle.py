@@ -150,11 +150,14 @@ def report(
 ) -> None:
     """needle.json, needle.jsonl and the heat map, in the tested run's directory; prints the accuracies."""
     accuracy = {str(length): summarise(of_length) for length, of_length in outcomes.items()}
+    chosen = checkpoint_step(find_checkpoint(config.run_dir, config.step))
     result = {
         "accuracy": accuracy,
         "run_dir": str(tested),
-        "step": checkpoint_step(find_checkpoint(tested, None if config.finetune else config.step)),
+        "step": checkpoint_step(find_checkpoint(tested)) if config.finetune else chosen,
         "finetuned_from": config.run_dir if config.finetune else None,
+        "finetuned_from_step": chosen if config.finetune else None,
+        "train": OmegaConf.to_container(config.train) if config.finetune else None,
         "task": OmegaConf.to_container(config.needle),
         "seed": config.seed,
         "data": config.data_dir or load_config(config.run_dir).data.dir,

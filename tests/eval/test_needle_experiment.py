@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from configs.command import compose
 from eval.experiment import Experiment, Run
+from eval.kept import portable
 from eval.needle_experiment import NeedleRun, by_scheme, collect_needles, needle_runs
 from eval.needle_figure import accuracy_by_length, heat_maps
 from eval.tables import to_json, to_latex, to_markdown
@@ -31,8 +32,11 @@ def write_tested(run: NeedleRun, means: list[float], samples: int = 3, **other: 
     (run.run_dir / "checkpoints" / f"step_{run.steps:06d}").mkdir(parents=True, exist_ok=True)
     (run.parent.run_dir / "checkpoints" / "step_000005").mkdir(parents=True, exist_ok=True)
     accuracy = {str(n): entry(mean, samples) for n, mean in zip([4096, 16384], means, strict=False)}
-    found = {"accuracy": accuracy, "task": run.config["needle"], "step": STEPS, "finetuned_from": "a run"}
-    (run.parent.run_dir / "needle.json").write_text(json.dumps(found | other))
+    found = {"accuracy": accuracy, "task": run.config["needle"], "step": STEPS, "seed": run.seed}
+    found |= {"run_dir": str(run.run_dir), "finetuned_from": str(run.parent.run_dir), "data": "data/shards/books"}
+    found |= {"finetuned_from_step": run.parent.steps, "train": run.config["train"]}
+    found = {key: value for key, value in (found | other).items() if value != "left out"}
+    (run.parent.run_dir / "needle.json").write_text(json.dumps(found))
 
 
 def needle_config(words: list[str]) -> Any:
@@ -46,7 +50,7 @@ def experiment(needle: tuple[str, ...] = WORDS) -> Experiment:
 @pytest.fixture
 def copies(tmp_path: Path) -> list[NeedleRun]:
     train = {"steps": 5, "tokens_per_step": 100, "length": 4096}
-    config = {"train": train, "model": {"name": "162m"}}
+    config = {"train": train, "model": {"name": "162m"}, "data": {"dir": "data/shards/books"}}
     parents = [
         Run(row, seed, {"position": row}, (), tmp_path / f"{row}-seed{seed}", config)
         for row in ("rope", "alibi", "scale_invariant_p_rope")
@@ -80,11 +84,47 @@ def test_a_copy_is_finished_when_it_is_tested_as_asked(copies: list[NeedleRun]):
         assert (copy.status, copy.accuracy) == ("interrupted", {})
 
 
+def test_another_test_of_the_same_run_is_not_taken_for_the_copy_s(copies: list[NeedleRun]):
+    copy = copies[0]
+    train = copy.config["train"]
+    others: tuple[dict[str, Any], ...] = (
+        {"run_dir": f"{copy.parent.run_dir}-needle-seed8"},
+        {"finetuned_from": str(copies[1].parent.run_dir)},
+        {"seed": 8},
+        {"data": "data/shards/other"},
+        {"data": "elsewhere/books"},
+        {"finetuned_from_step": 4},
+        {"train": {**train, "rows": 4}},
+        {"train": {**train, "length": 512}},
+        {"train": {**train, "warmup_fraction": 0.9}},
+    )
+    for otherwise in others:
+        write_tested(copy, [1.0, 0.5], **otherwise)
+        assert (copy.status, copy.accuracy) == ("interrupted", {}), otherwise
+
+
+def test_what_does_not_change_the_result_may_differ(copies: list[NeedleRun]):
+    copy = copies[0]
+    train = copy.config["train"]
+    others: tuple[dict[str, Any], ...] = (
+        {"train": {**train, "checkpoint_every": 7}},
+        {"train": {**train, "length": 4096}},
+        {"run_dir": f"/moved/{copy.run_dir.name}"},
+        {"data": str(Path("data/shards/books").resolve())},
+        {"train": "left out", "finetuned_from_step": "left out"},  # of before these were recorded
+    )
+    for otherwise in others:
+        write_tested(copy, [1.0, 0.5], **otherwise)
+        assert copy.accuracy["4096"]["mean"] == 1.0, otherwise
+
+
 def test_what_was_kept_of_a_run_is_enough_for_the_table(copies: list[NeedleRun], tmp_path: Path):
     copy = replace(copies[0], parent=replace(copies[0].parent, kept_dir=tmp_path / "kept"))
     copies[0].parent.run_dir.rename(tmp_path / "kept")
     shutil.rmtree(copy.run_dir)
     (tmp_path / "kept" / "config.yaml").write_text("")
+    path = tmp_path / "kept" / "needle.json"
+    path.write_text(json.dumps(portable({**json.loads(path.read_text()), "data": "/other/machine/books"})))
     assert (copy.status, copy.can_start) == ("finished", False)
     assert copy.accuracy["4096"]["mean"] == 1.0
 

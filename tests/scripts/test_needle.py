@@ -77,7 +77,9 @@ def test_needle_json_has_the_documented_keys(folder: Path):
     assert found["run_dir"] == str(child(folder))
     assert found["finetuned_from"] == str(folder / "run")
     assert found["step"] == 4
+    assert found["finetuned_from_step"] == 12
     assert found["task"]["digits"] == 3
+    assert (found["train"]["rows"], found["train"]["length"]) == (4, 160)
 
 
 def test_every_sample_has_a_line(folder: Path):

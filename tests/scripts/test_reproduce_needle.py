@@ -60,7 +60,15 @@ def everything_found(run: Any) -> dict[str, Any]:
     depths = [{"from": 0.0, "to": 1.0, "mean": 1.0, "needles": 2}]
     entry = {"mean": 1.0, "samples": run.config["samples"], "by_depth": depths}
     accuracy = {str(length): entry for length in run.lengths}
-    return {"accuracy": accuracy, "task": run.config["needle"], "step": run.steps, "finetuned_from": "a run"}
+    return {
+        "accuracy": accuracy,
+        "run_dir": str(run.run_dir),
+        "step": run.steps,
+        "finetuned_from": str(run.parent.run_dir),
+        "task": run.config["needle"],
+        "seed": run.seed,
+        "data": run.config["data_dir"] or run.parent.config["data"]["dir"],
+    }
 
 
 def test_it_prepares_trains_fine_tunes_and_writes_tables_and_figures(pretend, tmp_path, capsys):
