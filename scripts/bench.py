@@ -68,9 +68,14 @@ def main() -> None:
     if kind not in KINDS:
         print(f"error: kind={kind} is unknown; choose one of: {', '.join(KINDS)}", file=sys.stderr)
         sys.exit(2)
+    # Hydra reads model=NAME as the choice of a group's file, and here it is a plain key
+    models = [word for word in sys.argv[1:] if kind == "model" and word.startswith("model=")]
+    sys.argv[1:] = [word for word in sys.argv[1:] if word not in models]
 
     @command(f"bench_{kind}")
     def run(config: Any) -> None:
+        for word in models:
+            config.model = word.removeprefix("model=")
         write(KINDS[kind](config), Path(config.out))
 
     run()
