@@ -56,7 +56,7 @@ def bench_attention(config: Any, positions: Mapping[str, Any]) -> dict[str, Any]
     before it (None where the system can't tell), and `utilisation` its floating-point operations per second as a share
     of what the card can do (None on a CPU). Raises ValueError, before any measurement, for a key that can't be served.
     """
-    device = _checked(config)
+    device = _checked(config, positions)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     cases = [
@@ -133,12 +133,19 @@ def _pass(plan: Plan, backend: str, tensors: list[Tensor]) -> Callable[[], objec
     return run
 
 
-def _checked(config: Any) -> torch.device:
+def _checked(config: Any, positions: Mapping[str, Any]) -> torch.device:
     """The device to measure on, or one line about the first key that cannot be served."""
     known = {"backends": BACKENDS, "directions": ("forward", "forward_backward")}
     for key, values in known.items():
         if unknown := [name for name in config[key] if name not in values]:
             raise ValueError(f"{key}={list(config[key])}: {unknown[0]!r} is unknown; use {', '.join(values)}")
+    for name, scheme in positions.items():
+        if (kind := scheme.get("core", {}).get("kind", "none")) != "none":
+            raise ValueError(
+                f"positions={list(config.positions)}: {name} has attention of its own (core.kind={kind}), which is no "
+                f"backend; leave it out, or measure it in a whole model: python scripts/bench.py model "
+                f"positions=[rope,{name}]"
+            )
     if config.dtype not in DTYPES:
         raise ValueError(f"dtype={config.dtype} is unknown; use {', '.join(DTYPES)}")
     for key in ("lengths", "head_dims", "n_head", "batch", "repeats", "threads", "train_length"):

@@ -60,6 +60,18 @@ def test_every_scheme_has_a_row_against_the_reference_and_a_utilisation(tmp_path
         assert row["utilisation"] == pytest.approx(row["tokens_per_second"] * flops / 1e11)
 
 
+def test_the_documented_line_measures_a_model_of_configs_model(tmp_path: Path):
+    out = tmp_path / "model.json"
+    documented = ["model", "model=proxy", "lengths=[16]"]
+    small = ["positions=[rope,infini_rope]", "batch=1", "repeats=1", "directions=[forward]"]
+    done = bench(*documented, *small, "device=cpu", "peak_tflops=0.1", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    rope, infini = json.loads(out.read_text())["rows"]
+    assert (rope["name"], infini["name"]) == ("proxy rope forward T=16", "proxy infini_rope forward T=16")
+    forward = 2 * (4 * 12 * 128**2 + 264 * 128 + 4 * 16 * 128)
+    assert rope["utilisation"] == pytest.approx(rope["tokens_per_second"] * forward / 1e11)
+
+
 def test_each_reader_of_the_data_has_a_row(tmp_path: Path):
     out = tmp_path / "data.json"
     done = bench("data", "tokens=200000", "tokens_per_step=16384", "lengths=[1024,8192]", "repeats=3", f"out={out}")
@@ -142,6 +154,8 @@ def test_scale_invariant_attention_costs_at_most_a_quarter_more_than_rope_on_a_g
         (["attention", "dtype=fp8"], "dtype=fp8 is unknown; use fp32, bf16, fp16"),
         (["attention", "lengths=[64,0]"], "lengths=[64, 0] must be positive"),
         (["attention", "device=tpu"], "device=tpu is not here"),
+        (["attention", "positions=[rope,infini_rope]"], "bench.py model positions=[rope,infini_rope]"),
+        (["model", "model=what"], "model=what is unknown; choose one of: 162m,"),
         (["model", "positions=[rope,what]"], "position=what is unknown; choose one of: alibi,"),
         (["model", "positions=[alibi]"], "must hold reference=rope"),
         (["model", "dtype=fp16"], "dtype=fp16 is unknown for a model; use fp32 or bf16"),
