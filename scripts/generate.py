@@ -51,19 +51,20 @@ def main(config: Any) -> None:
 
 
 def read_prompts(config: Any) -> list[str]:
-    """The prompt, or the lines of prompts_file."""
+    """The prompt, or the lines of prompts_file: a prompt may hold every other character that ends a line somewhere."""
     if config.prompts_file is None:
         return [config.prompt]
     if config.prompt:
         raise ValueError(f"prompt={config.prompt} and prompts_file={config.prompts_file} exclude each other")
     try:
-        lines = Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+        lines = Path(config.prompts_file).read_bytes().decode("utf-8").split("\n")
     except OSError as error:
         raise ValueError(
             f"prompts_file={config.prompts_file} can't be read ({error.strerror}); give a text file"
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"prompts_file={config.prompts_file} is not UTF-8 text ({error})") from error
+    lines = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
     if not lines:
         raise ValueError(f"prompts_file={config.prompts_file} is empty; write one prompt a line")
     return lines

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import train
 from data.tokenizer import load_tokenizer
@@ -61,6 +62,22 @@ def test_the_lines_of_a_file_are_continued_as_each_would_be_alone(folder: Path, 
     (folder / "prompts.txt").write_text("\n".join(lines) + "\n")
     text = printed(folder, capsys, f"prompts_file={folder / 'prompts.txt'}", "max_new_tokens=12")
     assert text == "".join(line + expected(folder, line, 12) + "\n" for line in lines)
+
+
+def test_only_a_newline_ends_a_prompt_of_a_file(tmp_path: Path):
+    path = tmp_path / "prompts.txt"
+    config = OmegaConf.create({"prompt": "", "prompts_file": str(path)})
+    for text, prompts in {
+        "one\u2028still one\ntwo\x85\x0c\x1c\rstill two\n": ["one\u2028still one", "two\x85\x0c\x1c\rstill two"],
+        "of Windows\r\n\r\nlast\r\n": ["of Windows", "", "last"],
+        "no end": ["no end"],
+        "\n": [""],
+    }.items():
+        path.write_bytes(text.encode())
+        assert command.read_prompts(config) == prompts
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="is empty; write one prompt a line"):
+        command.read_prompts(config)
 
 
 def test_a_text_ends_before_its_stop_string(folder: Path, capsys: pytest.CaptureFixture):
