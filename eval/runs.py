@@ -83,7 +83,8 @@ def find_checkpoint(run_dir: str | Path, step: int | str | None = None) -> Path:
 def load_run(
     run_dir: str | Path, device: "torch.device | str" = "cpu", step: int | str | None = None
 ) -> "tuple[GPT, Any]":
-    """The trained model of a run, ready to evaluate, and its config.
+    """The trained model of a run, ready to evaluate, and its config, both with attention=auto: the backend that a run
+    was trained with changes no results, and may not work on this machine.
 
     Args:
         step: of the checkpoint to load; None takes the newest, "best" the one with the lowest validation loss.
@@ -96,6 +97,7 @@ def load_run(
     from training.state import build_model
 
     config = load_config(run_dir)
+    config.attention = "auto"
     weights = load_weights(find_checkpoint(run_dir, step))
     try:
         model = build_model(config)

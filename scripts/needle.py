@@ -138,6 +138,7 @@ def finetune_config(config: Any, parent: Any, data_dir: str) -> Any:
         "seed": config.seed,
         "run_dir": config.out_dir or f"{folder}-needle-seed{config.seed}",
         **{key: config[key] for key in ("device", "precision", "compile")},
+        "attention": "auto",  # the parent's may not work on this machine
         "needle": {**needle, "parent": {"run_dir": str(folder), "step": step}},
     }
     defaults = OmegaConf.create(OmegaConf.to_container(compose("train", [])))  # of keys younger than the parent

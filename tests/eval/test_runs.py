@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_a_loaded_run_computes_what_the_trained_model_did(trained: Path):
     assert not model.training
     assert config.model.n_layer == 1
     assert config.position.name == "logn_p_rope"
+
+
+def test_a_run_is_evaluated_with_attention_that_works_here_whatever_it_was_trained_with(trained: Path, tmp_path: Path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(text.replace("attention: auto", "attention: flex"))
+    assert load_config(tmp_path / "run").attention == "flex"
+    model, config = load_run(tmp_path / "run")
+    assert model.config.attention == config.attention == "auto"
 
 
 def test_an_earlier_checkpoint_loads_by_its_step(trained: Path):

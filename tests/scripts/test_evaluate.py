@@ -98,6 +98,16 @@ def test_other_data_of_the_same_tokenizer_can_be_used(folder: Path):
     assert result["data"] == str(folder / "other")
 
 
+@pytest.mark.filterwarnings("ignore:attention=auto takes blockwise")
+def test_a_run_trained_on_a_machine_with_a_compiler_is_evaluated_on_one_without(folder: Path, monkeypatch):
+    expected = evaluated(folder)["loss"]
+    config = folder / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("attention: auto", "attention: native"))
+    monkeypatch.setattr("model.attend.native.load_kernel", lambda: "there is no compiler here")
+    for length, entry in evaluated(folder)["loss"].items():
+        assert entry["mean"] == pytest.approx(expected[length]["mean"], abs=1e-5)
+
+
 def test_only_eval_json_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     before = listing(folder)

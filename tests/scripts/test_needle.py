@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run, and its fine-tuned and tested child; tests leave them as they are."""
     folder = tmp_path_factory.mktemp("needle")
     write_tiny_data(folder / "data")
-    assert run(train.main, tiny_words(folder)) == 0
+    assert run(train.main, tiny_words(folder, "attention=blockwise")) == 0
     assert run(needle.main, words(folder)) == 0
     return folder
 
@@ -49,6 +49,7 @@ def test_the_child_s_config_names_its_parent_and_keeps_its_model(folder: Path):
     for key in ("model", "position", "optimizer"):
         assert config[key] == parent[key]
     assert config.train.length == parent.train.length  # the position scheme's constants belong to it
+    assert config.attention == "auto"  # the parent may be of another machine
     assert config.schedule.kind == "constant_then_linear"
     assert config.schedule.warmup_fraction == config.schedule.cooldown_fraction == pytest.approx(1 / 3)
 
