@@ -89,32 +89,33 @@ class TokenStream:
             index = int((ids >= self.vocab_size).argmax())
             raise ValueError(
                 f"{path}: token {first + index} has id {ids[index]}, but the vocabulary has {self.vocab_size} ids; "
-                "use data of this model's tokenizer, or a larger model.vocab_size"
+                "use data of this model's tokenizer, or train with a larger model.vocab_size"
             )
 
 
-def open_split(data_dir: str | Path, split: str, vocab_size: int | None = None) -> TokenStream:
+def open_split(data_dir: str | Path, split: str, vocab_size: int | None = None, key: str = "data.dir") -> TokenStream:
     """The stream of `*_<split>_*.bin` in a prepared folder, by name; `split` is `train` or `val`.
 
     Where the folder has a manifest, its files' sizes and token counts are compared with it, and its tokenizer's
     vocabulary with `vocab_size`; without one, every id is read once and compared.
 
+    Args:
+        key: of the command that names the folder, for its errors.
+
     Raises FileNotFoundError for a missing folder, split or listed file, and ValueError for a mismatch.
     """
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
-        raise FileNotFoundError(f"data.dir={data_dir}: no such folder; make it: {_prepare_command(data_dir)}")
+        raise FileNotFoundError(f"{key}={data_dir}: no such folder; make it: {_prepare_command(data_dir)}")
     paths = sorted(data_dir.glob(f"*_{split}_*.bin"))
     if manifest := read_manifest(data_dir):
         check_files(data_dir, manifest)
         listed = {entry["name"] for entry in manifest["files"]}
         if strangers := [path for path in paths if path.name not in listed]:
             raise ValueError(f"{strangers[0]}: not listed in {MANIFEST}; move it out of the folder")
-        _check_manifest_vocabulary(data_dir, manifest.get("vocab_size"), vocab_size)
+        _check_manifest_vocabulary(f"{key}={data_dir}", manifest.get("vocab_size"), vocab_size)
     if not paths:
-        raise FileNotFoundError(
-            f"data.dir={data_dir}: no *_{split}_*.bin in it; make them: {_prepare_command(data_dir)}"
-        )
+        raise FileNotFoundError(f"{key}={data_dir}: no *_{split}_*.bin in it; make them: {_prepare_command(data_dir)}")
     stream = TokenStream(paths, vocab_size)
     if vocab_size is not None and not (manifest and "vocab_size" in manifest):
         stream.check_vocabulary()  # nothing else tells, and a run should not find out in the middle
@@ -240,17 +241,7 @@ def validation_batches(
     index k, k + world_size, ...; the last one may be smaller. A thread reads one while the one before it is in use.
     Raises ValueError, before the first batch, if length doesn't divide n_tokens or the stream is too short.
     """
-    if length < 1 or n_tokens < 1 or n_tokens % length:
-        raise ValueError(
-            f"validation.tokens={n_tokens} must be a multiple of every length in validation.lengths, "
-            f"and {length} does not divide it; change one of them"
-        )
-    if n_tokens + 1 > len(stream):
-        largest = max(0, len(stream) - 1) // length * length
-        raise ValueError(
-            f"validation.tokens={n_tokens} needs one token more than that, but the validation split has {len(stream)}; "
-            f"the largest value at length {length} is validation.tokens={largest}"
-        )
+    check_validation(stream, length, n_tokens)
     if rows_per_batch < 1:
         raise ValueError(f"rows_per_batch={rows_per_batch} must be at least 1")
     rows = range(n_tokens // length)
@@ -258,6 +249,25 @@ def validation_batches(
     batches = (rows[first : first + rows_per_batch] for first in starts)
     spans = (stream.read(batch[0] * length, len(batch) * length + 1) for batch in batches)
     return _prepared_ahead(_rows(torch.from_numpy(span), length) for span in spans)
+
+
+def check_validation(stream: TokenStream, length: int, n_tokens: int, prefix: str = "validation.") -> None:
+    """Raises ValueError if length doesn't divide n_tokens or the stream is too short; `prefix` is that of the command's
+    keys `tokens` and `lengths`."""
+    if length < 1 or n_tokens < 1 or n_tokens % length:
+        raise ValueError(
+            f"{prefix}tokens={n_tokens} must be a multiple of every length in {prefix}lengths, and {length} does not "
+            "divide it; change one of them"
+        )
+    if n_tokens + 1 > len(stream):
+        largest = max(0, len(stream) - 1) // length * length
+        remedy = f"the largest value at length {length} is {prefix}tokens={largest}"
+        if not largest:
+            remedy = f"no row of length {length} fits; prepare more data, or take shorter {prefix}lengths"
+        raise ValueError(
+            f"{prefix}tokens={n_tokens} needs one token more than that, but the validation split has {len(stream)}; "
+            f"{remedy}"
+        )
 
 
 def _rows(span: Int64[Tensor, " tokens"], length: int) -> Rows:
@@ -295,11 +305,11 @@ def _check_shuffle(seed: int, length: int, n_tokens: int) -> None:
         )
 
 
-def _check_manifest_vocabulary(data_dir: Path, prepared: object, vocab_size: int | None) -> None:
+def _check_manifest_vocabulary(folder: str, prepared: object, vocab_size: int | None) -> None:
     if vocab_size is not None and isinstance(prepared, int) and prepared > vocab_size:
         raise ValueError(
-            f"data.dir={data_dir}: prepared with a tokenizer of {prepared} ids, but model.vocab_size={vocab_size}; "
-            "use data of this model's tokenizer, or a larger model.vocab_size"
+            f"{folder}: prepared with a tokenizer of {prepared} ids, but model.vocab_size={vocab_size}; "
+            "use data of this model's tokenizer, or train with a larger model.vocab_size"
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.loader import TokenStream, TrainBatches, open_split
+from data.loader import SHUFFLED_BLOCK, TokenStream, TrainBatches, open_split
 from data.shards import count_tokens, read_shard, write_shard
 from eval.timing import compare
 from training.distributed import available_cores
@@ -24,8 +24,9 @@ def bench_data(config: Any) -> dict[str, Any]:
 
     `plain` is what a short training script does: a slice of a memory-mapped shard, converted to int64 once for the
     tokens and once for the targets. `loader` and `loader shuffled` are `TrainBatches`, with the check of every id
-    against the vocabulary and the thread. A row has the `seconds` of a pass, `tokens_per_second`, `peak_bytes`, and
-    its `ratio` to `plain`.
+    against the vocabulary and the thread; the latter is left out where there are no two blocks to shuffle, or the
+    length does not divide one. A row has the `seconds` of a pass, `tokens_per_second`, `peak_bytes`, and its
+    `ratio` to `plain`.
 
     Raises ValueError, before any measurement, for a key that can't be served.
     """
@@ -34,13 +35,19 @@ def bench_data(config: Any) -> dict[str, Any]:
             raise ValueError(f"{key}={config[key]} must be at least 1")
     if config.tokens <= config.tokens_per_step:
         raise ValueError(f"tokens={config.tokens} must be more than tokens_per_step={config.tokens_per_step}")
+    for length in config.lengths:
+        if length < 1 or config.tokens_per_step % length:
+            raise ValueError(
+                f"lengths={list(config.lengths)}: {length} must divide tokens_per_step={config.tokens_per_step}; "
+                "change one of them"
+            )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with tempfile.TemporaryDirectory() as temporary:
         if config.dir is None:
             stream = TokenStream([_random_shard(Path(temporary), config.tokens)], VOCAB_SIZE)
         else:
-            stream = TokenStream(open_split(config.dir, "train").paths[:1])
+            stream = TokenStream(open_split(config.dir, "train", key="dir").paths[:1])
         rows = []
         cases = [(length, _readers(stream, config, length)) for length in config.lengths]
         for length, readers in tqdm(cases, desc="lengths", disable=None):
@@ -65,11 +72,13 @@ def _measure(readers: dict[str, Callable[[], object]], config: Any, length: int,
 
 
 def _readers(stream: TokenStream, config: Any, length: int) -> dict[str, Callable[[], object]]:
-    """A pass of each reader over the first shard. Raises ValueError where the data or the divisions do not fit."""
+    """A pass of each reader over the first shard. Raises ValueError where that is shorter than a step."""
     per_step, n_steps = config.tokens_per_step, _n_steps(stream, config)
-    in_order = TrainBatches(stream, per_step, length)
-    in_order.check(n_steps)
-    shuffled = TrainBatches(stream, per_step, length, shuffle_seed=0)
+    if len(stream) <= per_step:
+        raise ValueError(
+            f"tokens_per_step={per_step} needs one token more than that, but {stream.paths[0]} has {len(stream)}; "
+            "use a lower tokens_per_step, or more data"
+        )
     ids = read_shard(stream.paths[0])
 
     def plain() -> None:
@@ -84,7 +93,13 @@ def _readers(stream: TokenStream, config: Any, length: int) -> dict[str, Callabl
 
         return run
 
-    return {"plain": plain, "loader": passes(in_order), "loader shuffled": passes(shuffled)}
+    readers: dict[str, Callable[[], object]] = {
+        "plain": plain,
+        "loader": passes(TrainBatches(stream, per_step, length)),
+    }
+    if SHUFFLED_BLOCK % length == 0 and len(stream) >= 2 * SHUFFLED_BLOCK:
+        readers["loader shuffled"] = passes(TrainBatches(stream, per_step, length, shuffle_seed=0))
+    return readers
 
 
 def _n_steps(stream: TokenStream, config: Any) -> int:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the roo
 
 from configs.command import command
 from configs.schema import check_choices
-from data.loader import open_split
+from data.loader import check_validation, open_split
 from eval.figures import position_curves, save_figure
 from eval.loss import loss_by_length_and_position
 from eval.runs import find_checkpoint, load_config, load_run
@@ -34,13 +34,10 @@ def main(config: Any) -> None:
         raise ValueError(
             f"lengths={lengths} must hold one, micro_batch_tokens={config.micro_batch_tokens} be at least 1"
         )
-    for length in lengths:
-        if length < 1 or n_tokens < 1 or n_tokens % length:
-            raise ValueError(
-                f"tokens={n_tokens} is not a multiple of {length} in lengths={lengths}; change one of them"
-            )
     with start_process(config.device, config.precision) as process:
-        stream = open_split(config.data_dir or trained.data.dir, "val", trained.model.vocab_size)
+        stream = open_split(config.data_dir or trained.data.dir, "val", trained.model.vocab_size, key="data_dir")
+        for length in lengths:
+            check_validation(stream, length, n_tokens, prefix="")
         folder = find_checkpoint(run_dir, config.step)
         model, _ = load_run(run_dir, process.device, config.step)
         losses, by_position = loss_by_length_and_position(

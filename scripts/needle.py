@@ -79,7 +79,8 @@ class Haystacks:
         self.task = NeedleTask(**config.needle)
 
     def samples(self, split: str) -> NeedleSamples:
-        stream = open_split(self.folder, "train" if split == "train" else "val", self.vocab_size)
+        of_shards = "train" if split == "train" else "val"
+        stream = open_split(self.folder, of_shards, self.vocab_size, key="data_dir")
         return NeedleSamples(stream, self.tokenizer, self.task, self.config.seed, split)
 
 

@@ -413,6 +413,8 @@ def test_validation_refuses_before_the_first_batch(stream):
         validation_batches(stream, 7, 300, 1)
     with pytest.raises(ValueError, match=r"validation.tokens=1000 needs .* has 1000; .* validation.tokens=992"):
         validation_batches(stream, 8, 1000, 1)
+    with pytest.raises(ValueError, match=r"no row of length 1000 fits; prepare more data, or take shorter valid"):
+        validation_batches(stream, 1000, 1000, 1)
     with pytest.raises(ValueError, match="rows_per_batch=0"):
         validation_batches(stream, 10, 100, 0)
 
@@ -442,6 +444,15 @@ def test_missing_data_is_refused_with_the_command_that_makes_it(tmp_path):
     make_shards(folder, range(10), [10])
     with pytest.raises(FileNotFoundError, match=rf"no \*_val_\*.bin in it; make them: {command}"):
         open_split(folder, "val")
+
+
+def test_an_error_names_the_key_of_the_command_that_gave_the_folder(tmp_path, prepared):
+    with pytest.raises(FileNotFoundError, match=r"^data_dir=.*no such folder"):
+        open_split(tmp_path / "nowhere", "val", key="data_dir")
+    with pytest.raises(FileNotFoundError, match=r"^data_dir=.*no \*_test_\*.bin"):
+        open_split(prepared, "test", key="data_dir")
+    with pytest.raises(ValueError, match=r"^data_dir=.*prepared with a tokenizer"):
+        open_split(prepared, "val", vocab_size=100, key="data_dir")
 
 
 def test_a_folder_that_differs_from_its_manifest_is_refused_with_the_file(prepared):

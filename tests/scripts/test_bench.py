@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.bench import main as bench_main
-from tests.tiny_run import refusal
+from tests.tiny_run import refusal, write_tiny_data
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["lengths=[20]", "head_dims=[4]", "n_head=2", "repeats=3", "device=cpu"]
@@ -85,6 +85,13 @@ def test_each_reader_of_the_data_has_a_row(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_data_that_has_no_two_blocks_is_read_without_shuffling(tmp_path: Path):
+    data, out = write_tiny_data(tmp_path / "data"), tmp_path / "data.json"
+    done = bench("data", f"dir={data}", "tokens_per_step=1024", "lengths=[128]", "repeats=1", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    assert [row["reader"] for row in json.loads(out.read_text())["rows"]] == ["plain", "loader"]
+
+
 CASES = "cases=[{model:proxy,length:16,batch:2}]"
 
 
@@ -138,7 +145,12 @@ def test_scale_invariant_attention_costs_at_most_a_quarter_more_than_rope_on_a_g
     [
         (["data", "tokens=1000"], "tokens=1000 must be more than tokens_per_step=524288"),
         (["data", "repeats=0"], "repeats=0 must be at least 1"),
-        (["data", "dir=nowhere"], "data.dir=nowhere: no such folder"),
+        (["data", "dir=nowhere"], "error: dir=nowhere: no such folder"),
+        (["data", "lengths=[4096,100]"], "lengths=[4096, 100]: 100 must divide tokens_per_step=524288; change one of"),
+        (
+            ["data", "dir=TINY", "lengths=[64]", "tokens_per_step=4096"],
+            "tokens_per_step=4096 needs one token more than that, but",
+        ),
         (["nonsense"], "kind=nonsense is unknown; choose one of: attention, data,"),
         (["train", "peers=[megatron]"], "'megatron' is unknown; use transformers, or peers=[]"),
         (["train", "positions=[]"], "positions=[] must hold at least one scheme"),
@@ -163,5 +175,7 @@ def test_scale_invariant_attention_costs_at_most_a_quarter_more_than_rope_on_a_g
     ids=str,
 )
 def test_a_mistake_is_one_line_and_writes_nothing(words: list[str], message: str, tmp_path: Path, capsys: Any):
-    assert message in refusal(bench_main, [*words, f"out={tmp_path / 'bench.json'}"], capsys)
-    assert not list(tmp_path.iterdir())
+    data = write_tiny_data(tmp_path / "data")  # 4,000 tokens
+    out = tmp_path / "bench.json"
+    assert message in refusal(bench_main, [*(word.replace("TINY", str(data)) for word in words), f"out={out}"], capsys)
+    assert list(tmp_path.iterdir()) == [data]

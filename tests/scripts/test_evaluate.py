@@ -12,7 +12,7 @@ from data.loader import open_split
 from eval.loss import loss_by_length
 from eval.runs import load_run, read_metrics
 from scripts import evaluate
-from tests.tiny_run import ROOT, listing, run, tiny_words, write_tiny_data
+from tests.tiny_run import ROOT, listing, refusal, run, tiny_words, write_tiny_data
 from training.checkpoint_folder import record_validation
 from training.distributed import start_process
 
@@ -124,6 +124,28 @@ def test_the_losses_are_printed(folder: Path, capsys: pytest.CaptureFixture):
     for length, entry in result["loss"].items():
         assert f"{length} tokens  {entry['mean']:.4f} nats per token" in text
     assert str(folder / "run" / "eval.json") in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data_dir=nowhere"], "data_dir=nowhere: no such folder; make it:"),
+        (["lengths=[24]"], "tokens=1024 must be a multiple of every length in lengths, and 24 does not divide it"),
+        (["tokens=0"], "tokens=0 must be a multiple of every length in lengths"),
+        (
+            ["tokens=1504"],
+            "tokens=1504 needs one token more than that, but the validation split has 1500; the largest ",
+        ),
+        (["tokens=1504"], "at length 32 is tokens=1472"),
+        (["lengths=[1600]", "tokens=1600"], "no row of length 1600 fits; prepare more data, or take shorter lengths"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_with_keys_of_the_command(folder: Path, words: list[str], message: str, capsys):
+    line = refusal(evaluate.main, [f"run_dir={folder / 'run'}", "device=cpu", "precision=fp32", *words], capsys)
+    assert message in line
+    assert "validation." not in line
+    assert not (folder / "run" / "eval.json").exists()
 
 
 PEAK = """

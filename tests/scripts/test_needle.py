@@ -181,7 +181,7 @@ def test_how_many_samples_are_tested_at_a_time_does_not_matter(folder: Path):
         (["run_dir={}/nowhere"], ["nowhere", "config.yaml"]),
         (["run_dir={}/untrained"], ["untrained", "no checkpoint", "train.py"]),
         (["step=5"], ["no checkpoint of step 5"]),
-        (["data_dir={}/nowhere"], ["nowhere", "no such folder"]),
+        (["data_dir={}/nowhere"], ["data_dir=", "nowhere", "no such folder"]),
         (["tokenizer=null"], ["tokenizer=null"]),
         (["seed=-1"], ["seed=-1"]),
         (["train.steps=5"], ["train.steps=5", "train.steps=4", "another"]),
