@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,6 +37,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     _check_experiment(config_name, overrides)
     texts = dict(word.split("=", 1) for word in overrides if word.split("=", 1)[0] in TEXT_KEYS.get(config_name, ()))
     words = [word for word in overrides if word.split("=", 1)[0] not in texts]
+    _check_words(words)
     opened = [SLOT_KEY.sub("++", word) for word in words]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
@@ -46,6 +48,8 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         except (HydraException, OmegaConfBaseException, TypeError) as error:
             raise ValueError(_explain(config_name, overrides, error)) from error
     assert isinstance(config, DictConfig)
+    if isinstance(seed := config.get("seed"), int) and seed >= 2**63:
+        raise ValueError(f"seed={seed} must be below 2^63")
     for key, text in texts.items():
         config[key] = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf reads back what was typed
     if missing := sorted(OmegaConf.missing_keys(config)):
@@ -99,6 +103,22 @@ def _check_experiment(config_name: str, overrides: list[str]) -> None:
             raise ValueError(f"{word} is a sweep of many runs; use it as: python scripts/sweep.py {word}")
 
 
+def _check_words(words: list[str]) -> None:
+    """Raises ValueError for a word that Hydra can't read, and for a list of a group's files, which would be blended."""
+    parser = OverridesParser.create()
+    for word in words:
+        key, _, value = word.partition("=")
+        try:
+            parser.parse_override(word)
+        except HydraException as error:
+            reason = "" if value else "; a setting is KEY=VALUE"
+            quoted = f"; quote a value with special characters: '{key}=\"{value}\"'" if value else ""
+            raise ValueError(f"can't read {word}{reason}{quoted}") from error
+        group = key.lstrip("+")
+        if value.startswith("[") and group != "experiment" and (CONFIGS / group).is_dir():
+            raise ValueError(f"{word}: a group takes one name, such as {group}={_options(group, '')[0]}")
+
+
 def _help(config_name: str, doc: str) -> str:
     text = (CONFIGS / f"{config_name}.yaml").read_text()
     groups = re.findall(r"^  - (?:override )?(\w+): ", text, flags=re.MULTILINE)
@@ -130,7 +150,7 @@ def _explain(config_name: str, overrides: list[str], error: Exception) -> str:
         return f"{group}={value} is unknown; choose one of: {', '.join(_options(group, config_name))}"
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key = unknown.group(1)
-        return f"{key}={_given(overrides, key)}: there is no such key{_nearest(config_name, key)}"
+        return f"{key}={_given(overrides, key)}: there is no such key{_nearest(config_name, key, overrides)}"
     if unknown := re.search(r"Interpolation key 'scales\.([^']+)\.\w+' not found", text):
         scales = ", ".join(hydra_compose(config_name).scales)
         return f"scale={unknown.group(1)} is unknown; choose one of: {scales}"
@@ -147,8 +167,9 @@ def _given(overrides: list[str], key: str) -> str:
     return next((word.split("=", 1)[1] for word in overrides[::-1] if word.lstrip("+").startswith(f"{key}=")), "")
 
 
-def _nearest(config_name: str, key: str) -> str:
-    keys = _flat_keys(OmegaConf.to_container(hydra_compose(config_name)))
+def _nearest(config_name: str, key: str, overrides: list[str]) -> str:
+    chosen = [word for word in overrides if word.startswith("experiment=")]
+    keys = _flat_keys(OmegaConf.to_container(hydra_compose(config_name, overrides=chosen)))
     near = difflib.get_close_matches(key, keys, n=1) or [known for known in keys if known.split(".")[-1] == key][:1]
     return f"; did you mean {near[0]}?" if near else f"; `--help` lists them ({', '.join(sorted(keys)[:8])}, ...)"
 

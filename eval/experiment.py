@@ -5,6 +5,7 @@ is never started over silently: its folder either holds the same configuration o
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,17 +119,18 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         )
     if unknown := sorted(set(description) - KEYS):
         raise ValueError(f"{label}: unknown key experiment.{unknown[0]}; the keys are {', '.join(sorted(KEYS))}")
+    _check_lists(description)
     for key in ("scales", "axes", "seeds"):
         if not description[key]:
             raise ValueError(f"{label}: experiment.{key} is empty; give at least one")
     for word in config["overrides"]:
+        if word.lstrip("+").startswith("dry_run="):
+            raise ValueError(f"overrides={word}: a sweep trains; plan=true says what it would train")
         if (key := word.lstrip("+").partition("=")[0]) in {*description["axes"], "seed", "run_dir"}:
             raise ValueError(
                 f"overrides={word}: the sweep itself sets {key}; use experiment.axes, experiment.seeds or name"
             )
-    name = config["name"]
-    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
-        raise ValueError(f"name={name} must be the name of one folder, such as name=trial")
+    check_name(config["name"])
     scale_name, scale = _chosen_scale(description["scales"], config["scale"], label)
     fast = list(description.get("fast") or []) if config["fast"] else []
     runs_in = description.get("runs_in") or description["name"]
@@ -158,6 +160,26 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
     )
 
 
+def check_name(name: str | None) -> None:
+    """Raises ValueError for a name=... that is no name of one folder; None is the experiment's own."""
+    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
+        raise ValueError(f"name={name} must be the name of one folder, such as name=trial")
+
+
+def _check_lists(description: Mapping[str, Any]) -> None:
+    for key in ("scales", "axes"):
+        if not isinstance(description[key], dict):
+            raise ValueError(f"experiment.{key}={_word(description[key])} must be a mapping, as in configs/experiment/")
+    lists = {"base": description["base"], "seeds": description["seeds"]}
+    for key, value in {**lists, **{f"axes.{axis}": values for axis, values in description["axes"].items()}}.items():
+        if not isinstance(value, list):
+            raise ValueError(
+                f"experiment.{key}={_word(value)} must be a list, such as experiment.{key}=[{_word(value)}]"
+            )
+    if wrong := [seed for seed in description["seeds"] if not isinstance(seed, int)]:
+        raise ValueError(f"experiment.seeds: {wrong[0]} must be a whole number")
+
+
 def _chosen_scale(scales: Mapping[str, Any], wanted: str | None, label: str) -> tuple[str, Mapping[str, Any]]:
     """The scale asked for, by default the first one."""
     name = wanted or next(iter(scales))
@@ -184,7 +206,7 @@ def expand(experiment: Experiment, compose: Callable[[list[str]], Mapping[str, A
         for seed in experiment.seeds:
             run_dir = Path("runs", experiment.runs_in, f"{experiment.same_runs.get(row, row)}-seed{seed}")
             overrides = [*experiment.shared, *(f"{key}={_word(value)}" for key, value in axes.items())]
-            overrides += [f"seed={seed}", f"run_dir={run_dir}"]
+            overrides += [f"seed={seed}", f"run_dir={_quoted(str(run_dir))}"]
             kept_dir = experiment.kept_in and experiment.kept_in / run_dir.name
             runs.append(Run(row, seed, axes, tuple(overrides), run_dir, compose(overrides), kept_dir))
     ids = [run.id for run in runs]
@@ -231,8 +253,13 @@ def refuse_changed(runs: Iterable[Run]) -> None:
 
 def _label(key: str, value: Any) -> str:
     """A config group's choice says what it is; a plain value needs its key in front."""
-    text = str(value).replace("/", "_")
+    text = "_".join(map(str, value if isinstance(value, list) else [value])).replace("/", "_")
     return f"{key.rsplit('.', 1)[-1]}_{text}" if "." in key else text
+
+
+def _quoted(text: str) -> str:
+    """In quotes where Hydra's grammar would read more than a plain word."""
+    return text if re.fullmatch(r"[\w./+-]+", text) else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _word(value: Any) -> str:

@@ -23,7 +23,7 @@ from eval.attention_experiment import is_kept_without, measure_attention, read_s
 from eval.child import Failure
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
 from eval.evaluation import evaluate_command, lacking, losses_by_position, why_missing
-from eval.experiment import Experiment, Run, select
+from eval.experiment import Experiment, Run, check_name, select
 from eval.figures import loss_by_length, loss_by_position, loss_curves, save_figure
 from eval.kept import keep
 from eval.needle_experiment import NeedleRun, by_scheme, collect_needles, needle_runs
@@ -74,6 +74,7 @@ def without_weights(experiment: Experiment, runs: list[Run], fine_tuned: list[Ne
 
 def calculate(config: Any) -> None:
     """Writes the numbers, the fits and the figure of an experiment without runs."""
+    check_name(config.name)
     keys = read_calculation(config)
     data = entropy_growth(keys)
     fits = growth_fits(data, keys["fit_from"])

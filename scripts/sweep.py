@@ -93,7 +93,10 @@ def train(runs: Sequence[Run], config: Any, wait: bool = True) -> list[Failure]:
             )
         print(f"{run.id}: {job} already", file=sys.stderr)
     idle = [run for run in runs if run not in jobs]
-    refuse_untrainable([run for run in idle if run.status != "finished"], config.gpus_per_run * config.launcher.nodes)
+    unfinished = [run for run in idle if run.status != "finished"]
+    refuse_untrainable(unfinished, config.gpus_per_run * config.launcher.nodes)
+    if config.launcher.kind == "local":
+        refuse_untrainable_here(unfinished)
     if config.launcher.kind == "local":
         return launch(idle, torchrun(config.gpus_per_run), slots_for(idle, config), config.retry_failed)
     tries, failures = to_start(idle, config.retry_failed)
@@ -126,6 +129,16 @@ def refuse_untrainable(runs: list[Run], processes: int) -> None:
         if key not in seen:
             seen.add(key)
             open_data(config, Process(0, processes, torch.device("cpu"), "fp32"))
+
+
+def refuse_untrainable_here(runs: list[Run]) -> None:
+    """Raises ValueError for a device that this machine lacks, and for a kind of attention that can't train on it."""
+    from model.attend import check_trainable
+    from training.distributed import choose_device
+
+    configs = [run.config for run in runs if run.script == Run.script]
+    for device, attention in {(config["device"], config["attention"]) for config in configs}:
+        check_trainable(attention, choose_device(device))
 
 
 def report(failures: list[Failure]) -> bool:

@@ -2,8 +2,9 @@
 
 Compiled once for each bucket of lengths: a sequence is filled up at its end to the next 128 * 2^k or 384 * 2^k tokens,
 which no real query sees, so that many lengths need few compilations. Without gradients the rows are filled up, too, to
-a power of two: those that a validation has left at its end, or prompts generated from together. Scale and shift are looked up in their tables, or,
-as `flex_closed_form`, computed anew for every logit: which is faster on a GPU is still to be measured.
+a power of two: those that a validation has left at its end, or prompts generated from together. Scale and shift are
+looked up in their tables, or, as `flex_closed_form`, computed anew for every logit: which is faster on a GPU is still
+to be measured.
 """
 
 from functools import lru_cache
