@@ -5,16 +5,21 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import to_hex, to_rgb
+from omegaconf import OmegaConf
 
-from eval.report import ReportedRun, copies_of_seeds, differing_settings
+from configs.command import CONFIGS
+from eval.report import ReportedRun, copies_of_seeds, differing_settings, flatten
 from eval.tables import Row, scheme_name
+from model.position.scheme import SLOTS
 
 ABSENT = "–"
+SCHEME_SLOTS = (*SLOTS, "core")
 STARTED = re.compile(  # what train.py logs first
     r"(\S+ \S+) .* \(([\d,]+) parameters\), .*: steps .* on (.+) in (\w+), (\d+) forward passes a step"
 )
@@ -191,8 +196,12 @@ def environments(runs: Sequence[ReportedRun]) -> Grid:
 
 
 def run_scheme(run: ReportedRun) -> str:
-    """The name of a run's position scheme, and whether it is fine-tuned."""
-    scheme = scheme_name(str(run.settings.get("position.name", ABSENT)))
+    """The name of a run's position scheme, the slots that are not the scheme's, and whether it is fine-tuned."""
+    name = str(run.settings.get("position.name", ABSENT))
+    kinds = {slot: run.settings.get(f"position.{slot}.kind") for slot in SCHEME_SLOTS}
+    given = _given_kinds().get(name, kinds)
+    changed = [f"{slot}={kind}" for slot, kind in kinds.items() if kind is not None and kind != given[slot]]
+    scheme = ", ".join([scheme_name(name), *changed])
     return f"{scheme}, fine-tuned on needles" if run.is_finetuned else scheme
 
 
@@ -261,6 +270,16 @@ def _mark_best_among(rows: list[list[Cell]], index: int, best: Callable[[Iterabl
     for row in rows:
         if any(row[index] is cell for cell in finite) and f"{row[index].value:.3f}" == shown:
             row[index] = replace(row[index], best=True)
+
+
+@cache
+def _given_kinds() -> dict[str, dict[str, str]]:
+    """The kind of each slot by scheme, as configs/position/ has it."""
+    files = (CONFIGS / "position").glob("*.yaml")
+    schemes = {path.stem: flatten(OmegaConf.to_container(OmegaConf.load(path))) for path in files}
+    return {
+        name: {slot: scheme.get(f"{slot}.kind", "none") for slot in SCHEME_SLOTS} for name, scheme in schemes.items()
+    }
 
 
 def _headings(losses: Iterable[int], accuracies: Iterable[int]) -> list[str]:

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 import train
+from configs.command import CONFIGS
 from eval.figures import STYLES
 from eval.kept import thinned
 from eval.report import find_run_dirs, read_run, read_runs
 from eval.report_page import POINTS, charts, name_groups, render, styles, thin_out, write_page
 from eval.report_tables import Grid, differences, environments, losses_by_length, needle_map, seeds, summary
 from eval.runs import run_status
+from eval.tables import scheme_name
 from scripts import evaluate, needle, report
 from tests.report_runs import composed, png, write_evaluation, write_needles, write_report_run
 from tests.tiny_run import listing, refusal, run, tiny_words, write_tiny_data
@@ -232,6 +234,30 @@ def test_settings_of_one_scheme_are_named_by_what_differs(tmp_path: Path):
     }
     colors = [style["color"] for style in styles(runs, groups)]
     assert colors[0] == colors[1] != colors[2] == colors[3]
+
+
+def test_a_scheme_with_other_slots_says_so(tmp_path: Path):
+    words = ["position.rotary.kind=ntk", "position.logits.kind=alibi"]
+    write_report_run(tmp_path / "changed", {32: 2.0}, "position=rope", *words)
+    write_report_run(tmp_path / "core", {32: 2.0}, "position=rope", "position.core.kind=infini")
+    write_report_run(tmp_path / "mine", {32: 2.0}, "position=rope", "position.name=mine", *words)
+    write_report_run(tmp_path / "plain", {32: 2.0}, "position=infini_p_rope", "position.rotary.base=2048")
+    write_report_run(tmp_path / "tuned", {32: 2.0}, "position=rope", *words, needle={"needles": 1, "seed": 0})
+    runs = read_runs(find_run_dirs([f"{tmp_path}/*"]))
+    assert {name: row["Scheme"] for name, row in texts(summary(runs)).items()} == {
+        "changed": "RoPE, rotary=ntk, logits=alibi",
+        "core": "RoPE, core=infini",
+        "mine": "mine",
+        "plain": "Infini-attention, p-RoPE",
+        "tuned": "RoPE, rotary=ntk, logits=alibi, fine-tuned on needles",
+    }
+    assert list(name_groups(runs[:2])) == ["RoPE, rotary=ntk, logits=alibi", "RoPE, core=infini"]
+
+
+@pytest.mark.parametrize("scheme", [path.stem for path in (CONFIGS / "position").glob("*.yaml")])
+def test_a_scheme_as_configured_goes_by_its_name_alone(scheme: str, tmp_path: Path):
+    run_dir = write_report_run(tmp_path / "run", {32: 2.0}, f"position={scheme}")
+    assert texts(summary(read_runs([run_dir])))["run"]["Scheme"] == scheme_name(scheme)
 
 
 def test_schemes_have_the_colours_of_the_figures(folder: Path, tmp_path: Path):
