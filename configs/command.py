@@ -37,7 +37,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     _check_experiment(config_name, overrides)
     texts = dict(word.split("=", 1) for word in overrides if word.split("=", 1)[0] in TEXT_KEYS.get(config_name, ()))
     words = [word for word in overrides if word.split("=", 1)[0] not in texts]
-    _check_words(words)
+    _check_words(config_name, words)
     opened = [SLOT_KEY.sub("++", word) for word in words]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
@@ -48,8 +48,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         except (HydraException, OmegaConfBaseException, TypeError) as error:
             raise ValueError(_explain(config_name, overrides, error)) from error
     assert isinstance(config, DictConfig)
-    if isinstance(seed := config.get("seed"), int) and seed >= 2**63:
-        raise ValueError(f"seed={seed} must be below 2^63")
+    _check_range(OmegaConf.to_container(config))
     for key, text in texts.items():
         config[key] = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf reads back what was typed
     if missing := sorted(OmegaConf.missing_keys(config)):
@@ -103,20 +102,35 @@ def _check_experiment(config_name: str, overrides: list[str]) -> None:
             raise ValueError(f"{word} is a sweep of many runs; use it as: python scripts/sweep.py {word}")
 
 
-def _check_words(words: list[str]) -> None:
-    """Raises ValueError for a word that Hydra can't read, and for a list of a group's files, which would be blended."""
+def _check_words(config_name: str, words: list[str]) -> None:
+    """Raises ValueError for a word that Hydra can't read, and for a list of a group's files, which would be blended.
+
+    Only recipes of train.py are made to be laid over each other: experiment=[162m_4k,mine].
+    """
     parser = OverridesParser.create()
     for word in words:
         key, _, value = word.partition("=")
         try:
-            parser.parse_override(word)
+            is_list = isinstance(parser.parse_override(word).value(), list)
         except HydraException as error:
             reason = "" if value else "; a setting is KEY=VALUE"
             quoted = f"; quote a value with special characters: '{key}=\"{value}\"'" if value else ""
             raise ValueError(f"can't read {word}{reason}{quoted}") from error
         group = key.lstrip("+")
-        if value.startswith("[") and group != "experiment" and (CONFIGS / group).is_dir():
-            raise ValueError(f"{word}: a group takes one name, such as {group}={_options(group, '')[0]}")
+        if is_list and (CONFIGS / group).is_dir() and (group, config_name) != ("experiment", "train"):
+            raise ValueError(f"{word}: a group takes one name, such as {group}={_options(group, config_name)[0]}")
+
+
+def _check_range(node: object, key: str = "") -> None:
+    """Raises ValueError for a whole number that 64 bits don't hold; torch and numpy would overflow, far from its key."""
+    if isinstance(node, dict):
+        for name, child in node.items():
+            _check_range(child, f"{key}.{name}".lstrip("."))
+    elif isinstance(node, list):
+        for child in node:
+            _check_range(child, key)
+    elif isinstance(node, int) and not -(2**63) <= node < 2**63:
+        raise ValueError(f"{key}={node} is too large; use a whole number of at most {2**63 - 1}")
 
 
 def _help(config_name: str, doc: str) -> str:

@@ -119,10 +119,7 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
         )
     if unknown := sorted(set(description) - KEYS):
         raise ValueError(f"{label}: unknown key experiment.{unknown[0]}; the keys are {', '.join(sorted(KEYS))}")
-    _check_lists(description)
-    for key in ("scales", "axes", "seeds"):
-        if not description[key]:
-            raise ValueError(f"{label}: experiment.{key} is empty; give at least one")
+    _check_types(description)
     for word in config["overrides"]:
         if word.lstrip("+").startswith("dry_run="):
             raise ValueError(f"overrides={word}: a sweep trains; plan=true says what it would train")
@@ -160,24 +157,49 @@ def read_experiment(config: Mapping[str, Any]) -> Experiment:
     )
 
 
-def check_name(name: str | None) -> None:
-    """Raises ValueError for a name=... that is no name of one folder; None is the experiment's own."""
-    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
-        raise ValueError(f"name={name} must be the name of one folder, such as name=trial")
+def check_name(name: Any, key: str = "name") -> None:
+    """Raises ValueError for a name that is no name of one folder; None is left to the command."""
+    if name is not None and (not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name):
+        raise ValueError(f"{key}={_word(name)} must be the name of one folder, such as {key}=trial")
 
 
-def _check_lists(description: Mapping[str, Any]) -> None:
-    for key in ("scales", "axes"):
-        if not isinstance(description[key], dict):
-            raise ValueError(f"experiment.{key}={_word(description[key])} must be a mapping, as in configs/experiment/")
-    lists = {"base": description["base"], "seeds": description["seeds"]}
-    for key, value in {**lists, **{f"axes.{axis}": values for axis, values in description["axes"].items()}}.items():
-        if not isinstance(value, list):
-            raise ValueError(
-                f"experiment.{key}={_word(value)} must be a list, such as experiment.{key}=[{_word(value)}]"
-            )
-    if wrong := [seed for seed in description["seeds"] if not isinstance(seed, int)]:
-        raise ValueError(f"experiment.seeds: {wrong[0]} must be a whole number")
+def _check_types(description: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first key of an experiment that has a value of another type, or none."""
+    if description["name"] is None:
+        raise ValueError("experiment.name=null must be the name of one folder, such as experiment.name=trial")
+    for key in ("name", "runs_in"):
+        check_name(description.get(key), f"experiment.{key}")
+    mappings = {key: description[key] for key in ("scales", "axes", "measure_with", "same_runs") if key in description}
+    for key, value in mappings.items():
+        _check_mapping(key, value)
+    lists = {key: description[key] for key in ("seeds", "base", "fast", "fast_needle") if key in description}
+    lists |= {f"axes.{axis}": values for axis, values in description["axes"].items()}
+    for name, scale in description["scales"].items():
+        _check_mapping(f"scales.{name}", scale)
+        lists |= {f"scales.{name}.{key}": scale[key] for key in scale if key in SCALE_KEYS - {"published"}}
+    for key, value in lists.items():
+        _check_list(key, value)
+    for key in ("scales", "axes", "seeds", *(f"axes.{axis}" for axis in description["axes"])):
+        if not (mappings | lists)[key]:
+            raise ValueError(f"experiment.{key} is empty; give at least one")
+
+
+def _check_mapping(key: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"experiment.{key}={_word(value)} must be a mapping, as in configs/experiment/table1.yaml; leave it out"
+        )
+
+
+def _check_list(key: str, value: Any) -> None:
+    """An axis has any values, `seeds` whole numbers; all other lists are arguments of a script."""
+    if not isinstance(value, list):
+        example = [value] if value is not None else {"seeds": [0], "axes.position": ["rope"]}.get(key, [])
+        raise ValueError(f"experiment.{key}={_word(value)} must be a list, such as experiment.{key}={_word(example)}")
+    if key == "seeds" and (wrong := [seed for seed in value if type(seed) is not int]):
+        raise ValueError(f"experiment.seeds={_word(value)}: {_word(wrong[0])} must be a whole number, such as 0")
+    if key != "seeds" and not key.startswith("axes.") and (wrong := [word for word in value if type(word) is not str]):
+        raise ValueError(f"experiment.{key}={_word(value)}: {_word(wrong[0])} must be an argument, such as train.steps=9")
 
 
 def _chosen_scale(scales: Mapping[str, Any], wanted: str | None, label: str) -> tuple[str, Mapping[str, Any]]:
@@ -259,7 +281,7 @@ def _label(key: str, value: Any) -> str:
 
 def _quoted(text: str) -> str:
     """In quotes where Hydra's grammar would read more than a plain word."""
-    return text if re.fullmatch(r"[\w./+-]+", text) else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return text if re.fullmatch(r"[\w./+-]+", text, re.ASCII) else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _word(value: Any) -> str:

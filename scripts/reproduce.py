@@ -75,6 +75,7 @@ def without_weights(experiment: Experiment, runs: list[Run], fine_tuned: list[Ne
 def calculate(config: Any) -> None:
     """Writes the numbers, the fits and the figure of an experiment without runs."""
     check_name(config.name)
+    check_name(config.experiment.name, "experiment.name")
     keys = read_calculation(config)
     data = entropy_growth(keys)
     fits = growth_fits(data, keys["fit_from"])

@@ -97,7 +97,6 @@ def train(runs: Sequence[Run], config: Any, wait: bool = True) -> list[Failure]:
     refuse_untrainable(unfinished, config.gpus_per_run * config.launcher.nodes)
     if config.launcher.kind == "local":
         refuse_untrainable_here(unfinished)
-    if config.launcher.kind == "local":
         return launch(idle, torchrun(config.gpus_per_run), slots_for(idle, config), config.retry_failed)
     tries, failures = to_start(idle, config.retry_failed)
     folder = Path(config.launcher.job_dir or runs[0].run_dir.parent / "jobs")

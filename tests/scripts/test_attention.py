@@ -105,7 +105,7 @@ def test_the_pictures_are_drawn_and_the_last_query_is_printed(folder: Path, caps
         (["text=some.txt"], ["tokenizer=null", "set tokenizer=gpt2 or tokenizer=bytes"]),
         (["text=some.txt", "data_dir=other"], ["text=some.txt and data_dir=other", "leave one"]),
         (["tokenizer=bytes"], ["tokenizer=bytes encodes text=FILE"]),
-        (["data_dir=nowhere"], ["data.dir=nowhere"]),
+        (["data_dir=nowhere"], ["data_dir=nowhere"]),
         (["run_dir=nowhere"], ["nowhere"]),
         (["precision=fp8"], ["precision=fp8 is unknown"]),
     ],
