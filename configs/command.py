@@ -122,7 +122,7 @@ def _check_words(config_name: str, words: list[str]) -> None:
 
 
 def _check_range(node: object, key: str = "") -> None:
-    """Raises ValueError for a whole number that 64 bits don't hold; torch and numpy would overflow, far from its key."""
+    """Raises ValueError for a whole number that 64 bits don't hold: torch would overflow, far from its key."""
     if isinstance(node, dict):
         for name, child in node.items():
             _check_range(child, f"{key}.{name}".lstrip("."))

@@ -122,7 +122,8 @@ def read_sequences(settings: AttentionSettings, trained: Any) -> Int64[Tensor, "
         source, available = f"text={settings.text}", len(tokens)
     else:
         folder = settings.data_dir or trained.data.dir
-        stream = open_split(folder, "val", trained.model.vocab_size, key="data_dir" if settings.data_dir else "data.dir")
+        key = "data_dir" if settings.data_dir else "data.dir"
+        stream = open_split(folder, "val", trained.model.vocab_size, key=key)
         source, available = f"the validation split in {folder}", len(stream)
         tokens = stream.read(0, min(needed, available))
     if available < needed:

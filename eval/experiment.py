@@ -187,7 +187,7 @@ def _check_types(description: Mapping[str, Any]) -> None:
 def _check_mapping(key: str, value: Any) -> None:
     if not isinstance(value, dict):
         raise ValueError(
-            f"experiment.{key}={_word(value)} must be a mapping, as in configs/experiment/table1.yaml; leave it out"
+            f"experiment.{key}={_word(value)} must be a mapping; leave it out to keep what the experiment's file says"
         )
 
 
@@ -198,8 +198,10 @@ def _check_list(key: str, value: Any) -> None:
         raise ValueError(f"experiment.{key}={_word(value)} must be a list, such as experiment.{key}={_word(example)}")
     if key == "seeds" and (wrong := [seed for seed in value if type(seed) is not int]):
         raise ValueError(f"experiment.seeds={_word(value)}: {_word(wrong[0])} must be a whole number, such as 0")
-    if key != "seeds" and not key.startswith("axes.") and (wrong := [word for word in value if type(word) is not str]):
-        raise ValueError(f"experiment.{key}={_word(value)}: {_word(wrong[0])} must be an argument, such as train.steps=9")
+    if key.partition(".")[0] not in ("seeds", "axes") and (wrong := [word for word in value if type(word) is not str]):
+        raise ValueError(
+            f"experiment.{key}={_word(value)}: {_word(wrong[0])} must be an argument, such as train.steps=9"
+        )
 
 
 def _chosen_scale(scales: Mapping[str, Any], wanted: str | None, label: str) -> tuple[str, Mapping[str, Any]]:
@@ -281,7 +283,10 @@ def _label(key: str, value: Any) -> str:
 
 def _quoted(text: str) -> str:
     """In quotes where Hydra's grammar would read more than a plain word."""
-    return text if re.fullmatch(r"[\w./+-]+", text, re.ASCII) else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _word(value: Any) -> str:
