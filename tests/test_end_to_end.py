@@ -97,7 +97,8 @@ def test_config_yaml_is_resolved_and_has_the_defaults_of_the_slots(uninterrupted
 
 def test_a_run_directory_holds_what_is_documented_and_nothing_else(uninterrupted: Path):
     run_dir = uninterrupted / "run"
-    assert {path.name for path in run_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "log.txt", "checkpoints"}
+    documented = {"config.yaml", "metrics.jsonl", "log.txt", "environments.json", "checkpoints"}
+    assert {path.name for path in run_dir.iterdir()} == documented
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"step_000008", "step_000012"}
     log = (run_dir / "log.txt").read_text()
     assert "step 12/12" in log
