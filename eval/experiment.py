@@ -282,10 +282,10 @@ def _label(key: str, value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """In quotes where Hydra's grammar would read more than a plain word."""
+    """In quotes where Hydra's grammar would read more than a plain word; a backslash escapes only before a quote."""
     if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
         return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text)
     return f"'{escaped}'"
 
 

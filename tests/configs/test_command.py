@@ -30,8 +30,15 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
         ("validation.lengths=[32,long]", ["validation.lengths", "long"]),
         ("validation.lengths=64", ["validation.lengths", "64"]),
         ("+train.extra=1", ["train.extra"]),
-        ("train.length", ["train.length"]),
-        ("--fast", ["--fast"]),
+        ("train.length", ["can't read train.length; a setting is KEY=VALUE"]),
+        ("--fast", ["can't read --fast; a setting is KEY=VALUE"]),
+        ("run_dir=runs/tau=10", ["can't read run_dir=runs/tau=10; quote", """'run_dir="runs/tau=10"'"""]),
+        ("position=[infini_rope,rope]", ["position=[infini_rope,rope]: a group takes one name"]),
+        ("schedule=[cosine,constant_then_linear]", ["schedule=[cosine,constant_then_linear]: a group takes one name"]),
+        ("+position= [rope]", ["+position= [rope]: a group takes one name, such as position=alibi"]),
+        ("seed=99999999999999999999", ["seed=99999999999999999999 is too large", "at most 9223372036854775807"]),
+        ("data.shuffle_seed=99999999999999999999", ["data.shuffle_seed=99999999999999999999 is too large"]),
+        ("validation.lengths=[64,99999999999999999999]", ["validation.lengths=99999999999999999999 is too large"]),
     ],
 )
 def test_a_mistyped_word_is_refused_in_one_line(word: str, parts: list[str], capsys: pytest.CaptureFixture):
@@ -55,6 +62,23 @@ def test_the_composed_config_is_resolved():
     config = compose("train", ["model=proxy", "position=rope", "train.length=64", "seed=3"])
     assert config.run_dir == "runs/proxy-rope-64-seed3"
     assert OmegaConf.to_container(config) == OmegaConf.to_container(config, resolve=True)
+
+
+def test_recipes_may_be_laid_over_each_other_but_sweeps_may_not():
+    assert compose("train", ["experiment=[proxy]"]).train.length == 256
+    with pytest.raises(ValueError, match=r"experiment=\[quickstart,table1\]: a group takes one name"):
+        compose("sweep", ["experiment=[quickstart,table1]"])
+
+
+def test_the_largest_seed_that_64_bits_hold_is_taken():
+    assert compose("train", [f"seed={2**63 - 1}"]).seed == 2**63 - 1
+
+
+def test_the_nearest_key_is_looked_for_in_the_experiment_that_was_chosen():
+    with pytest.raises(
+        ValueError, match=r"experiment\.seeds=\[1\]: there is no such key; did you mean experiment\.seed\?"
+    ):
+        compose("reproduce", ["experiment=fig2", "experiment.seeds=[1]"])
 
 
 def test_later_words_win_over_an_experiment():

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from omegaconf import OmegaConf
@@ -90,6 +90,33 @@ def test_a_name_that_leaves_its_folder_is_refused(name):
         read_experiment(description(name=name))
 
 
+@pytest.mark.parametrize("key", ["name", "runs_in"])
+def test_an_experiment_whose_folder_lies_elsewhere_is_refused(key):
+    with pytest.raises(ValueError, match=rf"experiment\.{key}=\.\./x must be the name of one folder"):
+        read_experiment(description() | {"experiment": description()["experiment"] | {key: "../x"}})
+
+
+def test_an_axis_may_have_lists_as_values_and_they_are_written_as_one_word_in_folders():
+    axes = {"position": ["scale_invariant_p_rope"], "position.logits.tau": [[1, 10], [10, 1], 0.01]}
+    mine = description(axes=axes, seeds=[0])
+    rows = [f"scale_invariant_p_rope-tau_{tau}-seed0" for tau in ("1_10", "10_1", "0.01")]
+    runs = expand(read_experiment(mine), lambda words: cast(Any, OmegaConf.to_container(compose("train", words))))
+    assert [run.id for run in runs] == rows
+    assert [run.config["position"]["logits"]["tau"] for run in runs] == axes["position.logits.tau"]
+    assert runs[0].overrides[-1] == f"run_dir=runs/tiny/{rows[0]}"
+
+
+@pytest.mark.parametrize("name", ["a b", "tau=10", "é", "it's", "a\\b", "a\\'b", "end\\", "[1, 10]", "{x}"])
+def test_the_folder_of_a_run_reaches_train_py_as_it_is(name):
+    run = expand(read_experiment(description(name=name)), lambda _: {})[0]
+    assert compose("train", [run.overrides[-1]]).run_dir == str(run.run_dir)
+
+
+def test_a_dry_run_is_no_sweep():
+    with pytest.raises(ValueError, match="overrides=dry_run=true: a sweep trains; plan=true says what it would"):
+        read_experiment(description(overrides=["dry_run=true"]))
+
+
 @pytest.mark.parametrize("word", ["seed=7", "position=nope", "+run_dir=x"])
 def test_an_override_of_what_the_sweep_sets_is_refused(word):
     with pytest.raises(ValueError, match=r"overrides=.* the sweep itself sets "):
@@ -102,6 +129,23 @@ def test_an_override_of_what_the_sweep_sets_is_refused(word):
         ({"colour": 1}, r"unknown key experiment\.colour"),
         ({"seeds": []}, r"experiment\.seeds is empty"),
         ({"scales": {"full": {"argument": []}}}, r"experiment\.scales\.full=.* must have arguments"),
+        ({"scales": {"full": None}}, r"experiment\.scales\.full=null must be a mapping; leave it out"),
+        (
+            {"scales": {"full": {"arguments": 3}}},
+            r"experiment\.scales\.full\.arguments=3 must be a list, such as .*=\[3\]",
+        ),
+        ({"seeds": 1}, r"experiment\.seeds=1 must be a list, such as experiment\.seeds=\[1\]"),
+        ({"seeds": 0}, r"experiment\.seeds=0 must be a list, such as experiment\.seeds=\[0\]"),
+        ({"seeds": [0, "a"]}, r"experiment\.seeds=\[0,a\]: a must be a whole number"),
+        ({"seeds": [True]}, r"experiment\.seeds=\[true\]: true must be a whole number"),
+        ({"base": None}, r"experiment\.base=null must be a list, such as experiment\.base=\[\]"),
+        ({"base": [1]}, r"experiment\.base=\[1\]: 1 must be an argument"),
+        ({"fast_needle": 5}, r"experiment\.fast_needle=5 must be a list"),
+        ({"axes": None}, r"experiment\.axes=null must be a mapping"),
+        ({"axes": {"position": None}}, r"experiment\.axes\.position=null must be a list, such as .*position=\[rope\]"),
+        ({"axes": {"position": "rope"}}, r"experiment\.axes\.position=rope must be a list, such as .*=\[rope\]"),
+        ({"axes": {"position": []}}, r"experiment\.axes\.position is empty"),
+        ({"same_runs": 3}, r"experiment\.same_runs=3 must be a mapping"),
         ({"scale": "huge"}, "scale=huge is not defined for experiment=tiny; choose one of: full, proxy"),
     ],
 )

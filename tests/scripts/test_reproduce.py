@@ -194,6 +194,8 @@ def test_an_experiment_without_runs_writes_its_numbers_fits_and_figure(tmp_path,
     ("words", "message"),
     [
         (["experiment.calculate=magic"], "calculate=magic is unknown; it must be entropy_growth"),
+        (["name=../x"], "name=../x must be the name of one folder"),
+        (["experiment.name=../x"], "experiment.name=../x must be the name of one folder"),
         (["experiment.ratio=1"], "experiment.ratio=1 must be above 1"),
         (["experiment.t={first: 1, last: 100, points: 3}"], "must have 2 <= first < last"),
         (['overrides=["seed=1"]'], "overrides=['seed=1'] means nothing to experiment=fig2, which has no runs"),

@@ -1,9 +1,17 @@
 """scripts/sweep.py from the outside, where it starts no training."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+
+from configs.command import compose
+from scripts import sweep as script
+from tests.tiny_run import SIZES, write_tiny_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,10 +53,33 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("attention=flex", "attention=flex has no gradients on a CPU; use attention=auto"),
+        ("device=cuda", "device=cuda: this machine has 0 CUDA devices"),
+    ],
+)
+def test_what_this_machine_can_not_train_is_refused_before_anything_starts(word, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(script, "launch", lambda *_: pytest.fail("a run was started"))
+    write_tiny_data(tmp_path / "data")
+    words = [*SIZES, f"data.dir={tmp_path / 'data'}", word]
+    config = compose(
+        "sweep", ["experiment=quickstart", "only=[rope]", f"overrides=[{','.join(map(json.dumps, words))}]"]
+    )
+    _, runs = script.read_runs(config)
+    with pytest.raises(ValueError, match=message):
+        script.train(runs[:1], config)
+
+
 def test_what_train_py_would_refuse_is_refused_before_anything_starts(tmp_path):
     for arguments, words in {
         ("only=[rope]",): "data.dir=data/shards/sotu_bytes: no such folder; make it:",
         ("only=[alibi]", 'overrides=["position.logits.slopes=[1,2,3]"]'): "alibi-seed0: position.logits.slopes",
+        ("only=[alibi]", 'overrides=["dry_run=true"]'): "overrides=dry_run=true: a sweep trains",
     }.items():
         done = sweep(*arguments, cwd=tmp_path)
         assert done.returncode == 2
