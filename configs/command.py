@@ -25,6 +25,8 @@ CONFIGS = Path(__file__).resolve().parent
 # The keys of a position slot belong to its kind, which checks them itself, so Hydra must let any of them in.
 SLOT_KEY = re.compile(r"^(?=position\.(rotary|query_scale|logits|core)\.\w+=)")
 
+NEED_EXPERIMENT = ("sweep", "reproduce")
+
 # Free text, which is taken as it is: any quotes, brackets, commas and ${...} are the user's own.
 TEXT_KEYS = {"generate": ("prompt",), "report": ("title",)}
 
@@ -89,7 +91,14 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
 
 
 def _check_experiment(config_name: str, overrides: list[str]) -> None:
-    """configs/experiment/ holds recipes (settings of train.py) and sweeps (many runs); says which is which."""
+    """configs/experiment/ holds recipes (settings of train.py) and sweeps (many runs); says which is which.
+
+    Raises ValueError, too, where one must be chosen and none is: a default would overwrite results that are kept.
+    """
+    chosen = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("experiment=")]
+    if config_name in NEED_EXPERIMENT and chosen[-1:] in ([], [""], ["null"]):
+        names = ", ".join(_options("experiment", config_name))
+        raise ValueError(f"experiment is not set; add experiment=NAME, one of: {names}")
     for word in overrides:
         key, _, name = word.partition("=")
         path = CONFIGS / "experiment" / f"{name}.yaml"
@@ -146,12 +155,18 @@ def _options(group: str, config_name: str) -> list[str]:
     paths = sorted((CONFIGS / group).glob("*.yaml"))
     if group == "experiment":
         paths = [path for path in paths if _is_recipe(path) == (config_name == "train")]
+        paths = [path for path in paths if config_name != "sweep" or not _only_calculates(path)]
     return [path.stem for path in paths]
 
 
 def _is_recipe(path: Path) -> bool:
     """Whether a file of configs/experiment/ holds settings of train.py, and not a sweep of many runs."""
     return "@package _global_" in path.read_text()
+
+
+def _only_calculates(path: Path) -> bool:
+    """Whether a file of configs/experiment/ has no runs, so that only scripts/reproduce.py can use it."""
+    return re.search(r"^calculate:", path.read_text(), flags=re.MULTILINE) is not None
 
 
 def _explain(config_name: str, overrides: list[str], error: Exception) -> str:

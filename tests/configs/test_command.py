@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from configs.command import command, compose
+from configs.command import NEED_EXPERIMENT, command, compose
 from tests.tiny_run import ROOT, refusal, run
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
@@ -139,7 +139,23 @@ def test_every_script_helps_and_shows_its_keys(script: str, capsys: pytest.Captu
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_refuses_an_unknown_key(script: str, capsys: pytest.CaptureFixture):
     main = importlib.import_module(f"scripts.{script}").main
-    assert "no_such_key=1" in refusal(main, ["no_such_key=1"], capsys)
+    chosen = ["experiment=quickstart"] if script in NEED_EXPERIMENT else []
+    assert "no_such_key=1" in refusal(main, [*chosen, "no_such_key=1"], capsys)
+
+
+@pytest.mark.parametrize("words", [[], ["name=trial"], ["experiment="], ["experiment=null"]], ids=str)
+@pytest.mark.parametrize("script", NEED_EXPERIMENT)
+def test_a_sweep_must_be_chosen_out_of_those_that_its_command_can_use(
+    script: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.chdir(tmp_path)
+    line = refusal(importlib.import_module(f"scripts.{script}").main, words, capsys)
+    assert "experiment is not set; add experiment=NAME, one of: fig1, " in line
+    names = line.split("one of: ")[1].strip().split(", ")
+    assert {"quickstart", "table1"} < set(names)
+    assert not {"proxy", "162m_4k"} & set(names)
+    assert ("fig2" in names, "fig6" in names) == (script == "reproduce",) * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_script_runs_from_any_folder_without_being_installed(tmp_path: Path):

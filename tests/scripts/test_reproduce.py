@@ -33,7 +33,7 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def pretend(tmp_path, monkeypatch):
-    """Runs reproduce.py in an empty folder where training and evaluating take no time; the given rows fail.
+    """Runs the quickstart in an empty folder where training and evaluating take no time; the given rows fail.
 
     Figures are drawn only where asked for: they take a second.
     """
@@ -68,7 +68,7 @@ def pretend(tmp_path, monkeypatch):
         monkeypatch.setattr(reproduce, "train", train)
         monkeypatch.setattr(reproduce, "evaluate", evaluate)
         monkeypatch.setattr(reproduce, "save_figure", save_figure if figures else lambda *_: [])
-        monkeypatch.setattr(sys, "argv", ["reproduce.py", *arguments])
+        monkeypatch.setattr(sys, "argv", ["reproduce.py", "experiment=quickstart", *arguments])
         reproduce.main()
         return Done(prepared, trained, evaluated)
 
@@ -76,7 +76,7 @@ def pretend(tmp_path, monkeypatch):
 
 
 def test_it_prepares_trains_and_writes_tables_and_figures_and_says_where(pretend, tmp_path, capsys):
-    done = pretend("experiment=quickstart", "fast=true", figures=True)
+    done = pretend("fast=true", figures=True)
     folder = tmp_path / "results" / "quickstart-fast"
     assert done.prepared == [("source=sotu", "tokenizer=bytes", "out_dir=data/shards/sotu_bytes")]
     assert {path.name for path in folder.iterdir()} == FILES

@@ -33,7 +33,7 @@ def test_plan_prints_the_six_runs_of_the_quickstart_and_writes_nothing(tmp_path)
 
 
 def test_status_prints_a_line_a_run(tmp_path):
-    done = sweep("status=true", "fast=true", "only=[alibi]", cwd=tmp_path)
+    done = sweep("experiment=quickstart", "status=true", "fast=true", "only=[alibi]", cwd=tmp_path)
     assert done.stdout.splitlines()[1].split()[:2] == ["alibi-seed0", "missing"]
     assert list(tmp_path.iterdir()) == []
 
@@ -46,7 +46,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(tmp_path):
         "order=size": "order=size is unknown; choose one of: seeds, axes",
         "launcher=cloud": "launcher=cloud is unknown; choose one of: local, slurm, submitit_local",
     }.items():
-        done = sweep(argument, cwd=tmp_path)
+        chosen = [] if argument.startswith("experiment=") else ["experiment=quickstart"]
+        done = sweep(*chosen, argument, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(f"error: {words}")
         assert done.stderr.count("\n") == 1
@@ -81,7 +82,7 @@ def test_what_train_py_would_refuse_is_refused_before_anything_starts(tmp_path):
         ("only=[alibi]", 'overrides=["position.logits.slopes=[1,2,3]"]'): "alibi-seed0: position.logits.slopes",
         ("only=[alibi]", 'overrides=["dry_run=true"]'): "overrides=dry_run=true: a sweep trains",
     }.items():
-        done = sweep(*arguments, cwd=tmp_path)
+        done = sweep("experiment=quickstart", *arguments, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(f"error: {words}"), done.stderr
     assert list(tmp_path.iterdir()) == []
