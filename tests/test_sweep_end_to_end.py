@@ -35,7 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(*words: str) -> list[str]:
     overrides = f"overrides=[{','.join(json.dumps(word) for word in TINY)}]"
-    return [sys.executable, str(ROOT / "scripts" / "sweep.py"), "name=tiny", "only=[rope]", overrides, *words]
+    chosen = ("experiment=quickstart", "name=tiny", "only=[rope]")
+    return [sys.executable, str(ROOT / "scripts" / "sweep.py"), *chosen, overrides, *words]
 
 
 def sweep(*words: str) -> tuple[int, str]:

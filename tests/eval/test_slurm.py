@@ -44,7 +44,7 @@ def cluster(tmp_path, monkeypatch):
 
 
 def launcher(*words: str, name: str = "slurm"):
-    return compose("sweep", [f"launcher={name}", *words]).launcher
+    return compose("sweep", ["experiment=quickstart", f"launcher={name}", *words]).launcher
 
 
 def flags(script: Path) -> set[str]:
