@@ -31,6 +31,8 @@ compiled = model(tokens[:, :-1], tokens[:, 1:])
 compiled.backward()
 torch.testing.assert_close(compiled, plain)
 print(counters["stats"]["unique_graphs"])
+if len(model.blocks) > 3:
+    sys.exit()
 for length in (32, 48, 64):  # as a validation does, after which dynamo would go over to shapes that vary
     with torch.no_grad():
         model(tokens[:, :length], tokens[:, 1 : length + 1])
