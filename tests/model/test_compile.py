@@ -36,11 +36,11 @@ if len(model.blocks) > 3:
 for length in (32, 48, 64):  # as a validation does, after which dynamo would go over to shapes that vary
     with torch.no_grad():
         model(tokens[:, :length], tokens[:, 1 : length + 1])
-for rows in range(3, 14):  # more than dynamo's limit of 8
+for rows in range(3, 9):  # with those before, more than dynamo's limit of 8
     x = tokens[:1].expand(rows, -1)
     model(x[:, :-1], x[:, 1:]).backward()
 assert all(isinstance(size, int) for size in shapes), shapes
-assert {2, 13, 32, 48, 64} <= shapes, shapes
+assert {2, 8, 32, 48, 64} <= shapes, shapes
 """
 
 
