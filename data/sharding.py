@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from data.manifest import describe_shard
 from data.shards import write_shard
 from data.sources import BATCH_CHARACTERS, Batch, Piece, Position, Source
-from data.tokenizer import Tokenizer
+from data.tokenizer import ENDOFTEXT, Tokenizer
 
 BATCHES_AHEAD = 32  # per thread: what the threads encode while the calling one writes a shard
 
@@ -137,13 +137,20 @@ def encode_in_order(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int
 
 def encode(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Encoded:
     """The tokens of consecutive pieces."""
+    pieces = [piece for piece in pieces if piece.text]
+    text = "".join((ENDOFTEXT if piece.starts_document else "") + piece.text for piece in pieces)
+    if text.count(ENDOFTEXT) > sum(piece.starts_document for piece in pieces):  # some document holds these words
+        return _encode_one_by_one(pieces, tokenizer)
+    ids = tokenizer.encode_documents(text)
+    return Encoded(ids, np.flatnonzero(ids == tokenizer.end_of_text))
+
+
+def _encode_one_by_one(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Encoded:
     end_of_text = np.array([tokenizer.end_of_text], token_dtype(tokenizer))
     parts = [end_of_text[:0]]
     starts: list[int] = []
     n_tokens = 0
     for piece in pieces:
-        if not piece.text:
-            continue
         if piece.starts_document:
             starts.append(n_tokens)
             parts.append(end_of_text)
@@ -216,16 +223,20 @@ class _Sharder:
             yield "val", ids[:cut], starts[:inside]
             yield "train", ids[cut:], starts[inside:] - cut
             return
-        bounds = [*starts.tolist(), ids.size]
+        before, bounds = self.counts.documents, [*starts.tolist(), ids.size]
+        self.counts.documents += starts.size
         if bounds[0] > 0:  # the rest of the document before
-            yield self._split_of_document(), ids[: bounds[0]], starts[:0]
-        for begin, end in pairwise(bounds):
-            self.counts.documents += 1
-            yield self._split_of_document(), ids[begin:end], np.zeros(1, np.int64)
+            yield self._split_of_document(before), ids[: bounds[0]], starts[:0]
+        # Neighbours of one split go together, as a call for each document takes time from the threads that encode.
+        for split, run in groupby(range(starts.size), lambda index: self._split_of_document(before + index + 1)):
+            documents = list(run)
+            first, end = documents[0], documents[-1] + 1
+            yield split, ids[bounds[first] : bounds[end]], starts[first:end] - bounds[first]
 
-    def _split_of_document(self) -> str:
+    def _split_of_document(self, number: int) -> str:
+        """`number` counts documents from 1."""
         assert self._plan.val_every is not None
-        return "val" if self.counts.documents % self._plan.val_every == 0 else "train"
+        return "val" if number % self._plan.val_every == 0 else "train"
 
     def _check_splits(self) -> None:
         plan, documents, tokens = self._plan, self.counts.documents, self.counts.tokens

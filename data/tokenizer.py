@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
     """What the project asks of a tokenizer. Ids lie in [0, vocab_size) and fit uint16.
 
     `encode` treats every text as ordinary: the string `<|endoftext|>` becomes several ids, never the id `end_of_text`,
-    which only data preparation puts in front of a document. It may run in several threads at once.
+    which only data preparation puts in front of a document. Both ways to encode may run in several threads at once.
     """
 
     name: str
@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, uint16. A text with lone surrogates is not UTF-8 and raises UnicodeEncodeError."""
+        ...
+
+    def encode_documents(self, text: str) -> np.ndarray:
+        """The same, but each `<|endoftext|>` in the text is the id `end_of_text`: many documents in one call."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -56,6 +60,11 @@ class BytesTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
+    def encode_documents(self, text: str) -> np.ndarray:
+        first, *others = map(self.encode, text.split(ENDOFTEXT))
+        end_of_text = np.array([self.end_of_text], first.dtype)
+        return np.concatenate([first, *(part for other in others for part in (end_of_text, other))])
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         end_of_text = ENDOFTEXT.encode()
         parts = (end_of_text if id == self.end_of_text else bytes([id]) for id in _checked(ids, self))
@@ -73,8 +82,12 @@ class GPT2Tokenizer:
         self.encoding = _gpt2_encoding()
 
     def encode(self, text: str) -> np.ndarray:
-        # Releases the interpreter's lock, so that threads encode side by side.
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+
+    def encode_documents(self, text: str) -> np.ndarray:
+        # Releases the interpreter's lock for as long as all documents take, so that threads encode side by side.
+        ids = self.encoding.encode_to_numpy(text, allowed_special={ENDOFTEXT}, disallowed_special=())
+        return ids.astype(np.uint16)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.encoding.decode(_checked(ids, self), errors="replace")
