@@ -24,7 +24,7 @@ CUT_BYTES = re.compile(rb"\n(?=[!-~\xc3-\xdf\xe4-\xf4])|(?<=[!-~]) (?=[!-~\xc3-\
 
 
 class Tokenizer(Protocol):
-    """What the project asks of a tokenizer. Ids lie in [0, vocab_size) and fit uint16.
+    """What the project asks of a tokenizer. Ids lie in [0, vocab_size).
 
     `encode` treats every text as ordinary: the string `<|endoftext|>` becomes several ids, never the id `end_of_text`,
     which only data preparation puts in front of a document. Both ways to encode may run in several threads at once.
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
     end_of_text: int
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, uint16. A text with lone surrogates is not UTF-8 and raises UnicodeEncodeError."""
+        """The ids of a text, uint16, or uint32 for a larger vocabulary. A text with lone surrogates is not UTF-8 and raises UnicodeEncodeError."""
         ...
 
     def encode_documents(self, text: str) -> np.ndarray:

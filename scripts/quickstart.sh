@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to the table and the figures in results/quickstart: bash scripts/quickstart.sh [--fast] [key=value ...]
-# Sets up .venv, then runs scripts/reproduce.py experiment=quickstart. --fast: fewer steps, a few minutes.
+# Sets up .venv, then runs scripts/reproduce.py experiment=quickstart. --fast: fewer steps, under ten minutes.
 set -euo pipefail
 arguments=(experiment=quickstart)
 for argument in "$@"; do
