@@ -35,7 +35,10 @@ class Tokenizer(Protocol):
     end_of_text: int
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, uint16, or uint32 for a larger vocabulary. A text with lone surrogates is not UTF-8 and raises UnicodeEncodeError."""
+        """The ids of a text, uint16, or uint32 for a larger vocabulary.
+
+        A text with lone surrogates is not UTF-8 and raises UnicodeEncodeError.
+        """
         ...
 
     def encode_documents(self, text: str) -> np.ndarray:
