@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from model.attend import check_backend
@@ -55,22 +56,26 @@ class GPTConfig:
         )
 
 
-class SquaredReLULinear(torch.autograd.Function):
-    """relu(x)^2 W^T; keeps relu(x) for the backward pass and makes its square again, which is as wide."""
+class _MLP(torch.autograd.Function):
+    """relu(x W_up)^2 W_down; keeps relu(x W_up) for the backward pass and makes its square again, which is as wide."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        positive = x.relu()
-        ctx.save_for_backward(positive, weight)
-        return F.linear(positive.square(), weight)
+    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        positive = F.linear(x, up).relu_()
+        ctx.save_for_backward(x.to(positive.dtype), positive, up, down)  # autocast's dtype, where it is on
+        return F.linear(positive.square(), down)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         (grad,) = grad_outputs
-        positive, weight = ctx.saved_tensors
-        d_weight = grad.flatten(0, -2).mT @ positive.square().flatten(0, -2)
-        d_x = (grad @ weight.to(grad.dtype)).mul_(positive).mul_(2)
-        return d_x, d_weight.to(weight.dtype)
+        x, positive, up, down = ctx.saved_tensors
+        d_down = grad.flatten(0, -2).mT @ positive.square().flatten(0, -2)
+        inner = ((2 * grad) @ down.to(grad.dtype)).mul_(positive)
+        d_up = inner.flatten(0, -2).mT @ x.flatten(0, -2)
+        return inner @ up.to(grad.dtype), d_up.to(up.dtype), d_down.to(down.dtype)
 
 
 class MLP(nn.Module):
@@ -83,7 +88,7 @@ class MLP(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, x: Float[Tensor, "B T C"]) -> Float[Tensor, "B T C"]:
-        return SquaredReLULinear.apply(self.up(x), self.down.weight)
+        return _MLP.apply(x, self.up.weight, self.down.weight)
 
 
 class Block(nn.Module):

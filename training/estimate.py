@@ -78,9 +78,9 @@ def estimate_memory(config: Any, model: GPT, device: str, precision: str, device
     of_the_loss = (
         tokens * width * rounded + output * FP32
     )  # its gradients: of the hidden states and of the output layer
-    # a gradient of the MLP is 4 times as wide, and a norm's backward has four tensors of the residual stream's size;
-    # attention's turn comes when the MLP's are gone
-    work = max(tokens * width * (4 * rounded + 4 * FP32), _attention_workspace(model, config, device, micro, rounded))
+    # a gradient of the MLP is 4 times as wide, beside two of the residual stream's size; attention's turn comes when
+    # the MLP's are gone
+    work = max(tokens * width * (4 * rounded + 2 * FP32), _attention_workspace(model, config, device, micro, rounded))
     if checkpointing:
         work += block - entering
     return Memory(
@@ -187,10 +187,12 @@ def fast_bf16_on(device: str) -> bool:
 def _bytes_of_a_block(config: Any, model: GPT, device: str, rounded: int) -> int:
     """What one block keeps of a token: tensors in fp32, tensors in the dtype of products, and statistics."""
     plan = model.position.plan(1)
-    precise = 4  # the residual stream into both norms; q and k into theirs
+    precise = 4  # the residual stream at both norms; q and k at theirs
     products = 9 if rounded == FP32 else 11  # a norm's output (autocast: once for each of q, k, v), q, k, v; relu: 4
     products += 1  # attention's output
-    if plan.transform is None and device == "cpu":
+    if device == "cpu" and rounded == FP32:
+        precise -= 2 if plan.cos is not None else 4  # a norm keeps its output, which the next product keeps anyway
+    if plan.transform is None and device == "cpu" and not _by_kernel(config, device, rounded):
         products += 1  # SDPA's output with its heads side by side
     if plan.query_scale is not None:
         products += 1  # q before its scale
@@ -201,16 +203,22 @@ def _bytes_of_a_block(config: Any, model: GPT, device: str, rounded: int) -> int
 
 def _attention_workspace(model: GPT, config: Any, device: str, rows: int, rounded: int) -> int:
     """Of the CPU's kernel; of its strips: two of 128 rows, and six copies of a group of heads of 8192 keys (or one)."""
-    if device != "cpu" or model.position.plan(1).transform is None:
+    if device != "cpu":
         return 0
     n_head, length = config.model.n_head, config.train.length
-    by_strips = config.attention == "blockwise" or (
-        config.attention == "auto" and rounded < FP32 and fast_bf16_on(device)
-    )
-    if not by_strips and not isinstance(load_kernel(), str):
+    if _by_kernel(config, device, rounded):
         return workspace_bytes(length, config.model.width // n_head, rows * n_head, torch.get_num_threads())
+    if model.position.plan(1).transform is None:
+        return 0
     keys = max(8192, length)
     return FP32 * (2 * 128 * keys + 6 * keys * (config.model.width // config.model.n_head))
+
+
+def _by_kernel(config: Any, device: str, rounded: int) -> bool:
+    """Whether a CPU's attention is that of model/attend/native.py."""
+    if config.attention not in ("auto", "native") or isinstance(load_kernel(), str):
+        return False
+    return config.attention == "native" or rounded == FP32 or not fast_bf16_on(device)
 
 
 def _update_workspace(matrices: list[torch.nn.Parameter], fast: int) -> int:

@@ -41,9 +41,9 @@ def attend(
         out[h,i] = sum_{j <= i} softmax_j(logits[h,i,:]) v_j
 
     Distances t are in tokens. The queries are the last Tq of the Tk positions, so row r of q stands at position
-    i = Tk - Tq + r (cached decoding when Tq < Tk). `backend` is a key of BACKENDS, or "auto": "sdpa" without a
-    transform; with one, "flex" on CUDA and "native" on a CPU, where they can serve, else "blockwise". Autocast is off
-    inside: the products keep the dtype that is given.
+    i = Tk - Tq + r (cached decoding when Tq < Tk). `backend` is a key of BACKENDS, or "auto": "native" on a CPU, and
+    on CUDA "flex" where there is a transform; where they can't serve, "blockwise" with a transform and else "sdpa".
+    Autocast is off inside: the products keep the dtype that is given.
 
     Returns a tensor of the shape and dtype of q. Raises ValueError for shapes, dtypes or devices that do not
     fit, for an unknown backend, and for a backend that cannot serve the request.
@@ -59,17 +59,16 @@ def attend(
 
 
 def _automatic(q: Tensor, k: Tensor, v: Tensor, transform: Transform | None) -> str:
-    if transform is None:
-        return "sdpa"
-    if q.is_cuda and not unsupported(q, k, v, transform):
+    if q.is_cuda and transform is not None and not unsupported(q, k, v, transform):
         return "flex"
-    # a few rows are not worth packing all keys, and blockwise multiplies bf16 as such where the processor can
+    # a few rows are not worth packing all keys, and the others multiply bf16 as such where the processor can
     own_products = q.dtype == torch.float64 or (q.dtype == torch.bfloat16 and fast_bf16(q.device))
     if q.device.type == "cpu" and not own_products and q.shape[2] >= _FEWEST_ROWS:
         if not (reason := unavailable_natively(q)):
             return "native"
-        _warn_once(reason)
-    return "blockwise"
+        if transform is not None:
+            _warn_once(reason)
+    return "sdpa" if transform is None else "blockwise"
 
 
 @cache

@@ -261,23 +261,23 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_automatic_choice_is_sdpa_without_a_transform(chosen: list[str]):
-    for transform in (None, Transform()):
-        attend(*inputs(50), transform)
-    assert chosen == ["sdpa", "sdpa"]
-
-
 @pytest.mark.compiler
 @pytest.mark.parametrize("fast", [True, False])
-def test_automatic_choice_with_a_transform_is_native_for_enough_rows(
-    fast: bool, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", ["sdpa", "blockwise"])
+def test_automatic_choice_is_native_for_enough_rows(
+    other: str, fast: bool, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("model.attend.dispatch.fast_bf16", lambda device: fast)
-    transform = Transform(*tables(50, dtype=torch.float32))
+    transform = Transform(*tables(50, dtype=torch.float32)) if other == "blockwise" else None
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         attend(*inputs(50, dtype=dtype), transform)
     attend(*inputs(50, n_query=1, dtype=torch.float32), transform)
-    assert chosen == ["native", "native", "blockwise" if fast else "native", "blockwise", "blockwise"]
+    assert chosen == ["native", "native", other if fast else "native", other, other]
+
+
+def test_a_transform_without_scale_and_shift_is_none(chosen: list[str]):
+    attend(*inputs(50), Transform())
+    assert chosen == ["sdpa"]
 
 
 def test_automatic_choice_without_a_compiler_is_blockwise_and_says_so_once(
@@ -292,7 +292,8 @@ def test_automatic_choice_without_a_compiler_is_blockwise_and_says_so_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend(*leaves, transform)
-    assert chosen == ["blockwise", "blockwise"]
+        attend(*leaves)  # torch's own is the usual one
+    assert chosen == ["blockwise", "blockwise", "sdpa"]
 
 
 def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -147,6 +147,28 @@ def test_the_mlp_squares_a_relu():
     torch.testing.assert_close(mlp(torch.tensor([[[3.0, -2.0]]])), torch.tensor([[[9.0, 40.0]]]))
 
 
+def test_the_gradients_of_norm_and_mlp_are_those_of_their_definitions():
+    x, upstream = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    up, down = torch.randn(32, 8), torch.randn(8, 32)
+    mlp = MLP(8)
+    mlp.load_state_dict({"up.weight": up, "down.weight": down})
+
+    def plain_norm(x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    def gradients(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(function(*inputs), inputs, upstream.to(inputs[0].dtype)))
+
+    ours = [*gradients(rms_norm, x.requires_grad_()), *gradients(lambda x, *_: mlp(x), x, *mlp.parameters())]
+    x, up, down = (y.detach().double().requires_grad_() for y in (x, up, down))
+    plain = [
+        *gradients(plain_norm, x),
+        *gradients(lambda x, up, down: (x @ up.T).relu().square() @ down.T, x, up, down),
+    ]
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
 def test_rotation_pairs_a_dimension_with_the_one_half_a_head_on():
     plan = build_position({"rotary": {"kind": "rope"}}, head_dim=8, n_head=1, train_length=16).plan(4)
     turned = plan.rotate(torch.eye(8)[:, None, None, :].expand(8, 1, 4, 8))[:, 0]  # unit vector, position, dimension

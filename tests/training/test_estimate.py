@@ -55,7 +55,7 @@ def measured_peak(words: list[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("position", ["rope", "scale_invariant_p_rope"])
+@pytest.mark.parametrize("position", ["nope", "rope", "scale_invariant_p_rope"])
 def test_the_estimated_memory_of_the_proxy_is_within_a_tenth_of_the_measured_peak(position: str, checkpointing: bool):
     words = ["experiment=proxy", f"position={position}", f"train.activation_checkpointing={checkpointing}"]
     config = compose("train", words)
