@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import httpx2
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 from tqdm import tqdm
 
@@ -31,6 +31,7 @@ CONNECT_TIMEOUT = 5.0
 HEAD_TIMEOUT = 10.0
 READ_TIMEOUT = 30.0
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
+REFUSED_STATUS = (401, 403, 404, 451)
 FETCHES = 3  # of a file that arrives damaged
 SHA256 = re.compile("[0-9a-f]{64}")
 PART = ".part"
@@ -84,8 +85,11 @@ class Hub:
     def error(self, what: str, error: BaseException) -> ConnectionError:
         """One line that says what could not be done, why, and how to continue."""
         reason = _reason(error)
-        if isinstance(error, (EntryNotFoundError, RepositoryNotFoundError)):
-            advice = "it isn't there, or not for you: check the name, and log in with `hf auth login` if it is private"
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in REFUSED_STATUS:
+            advice = (
+                "it isn't there, or not for you: check the name, and log in with `hf auth login` if it is private or "
+                "needs its terms accepted; the same command then goes on where it stopped"
+            )
         elif isinstance(error, OfflineModeIsEnabled):
             advice = "unset HF_HUB_OFFLINE and run the command again"
         elif not self._reached:
@@ -96,6 +100,13 @@ class Hub:
             advice = "run the same command again later: it goes on where it stopped"
         return ConnectionError(
             f"source={self._source}: could not {what} of {self.repo} from the Hugging Face hub ({reason}); {advice}"
+        )
+
+    def damaged(self, name: str, error: Exception) -> ConnectionError:
+        """The same for a file that is not what it should be, FETCHES times."""
+        return ConnectionError(
+            f"source={self._source}: {name} of {self.repo} arrived damaged {FETCHES} times; the last time: {error}; "
+            "run the same command again later: it goes on where it stopped"
         )
 
     def _in_parallel(self, work: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
@@ -115,7 +126,7 @@ class Hub:
     def _describe(self, name: str) -> RemoteFile:
         url = hf_hub_url(self.repo, name, repo_type="dataset")
         timeout: Any = httpx2.Timeout(HEAD_TIMEOUT, connect=CONNECT_TIMEOUT)
-        metadata = self._retried(f"find {name}", lambda: get_hf_file_metadata(url, timeout=timeout))
+        metadata = self.retried(f"find {name}", lambda: get_hf_file_metadata(url, timeout=timeout))
         version = metadata.etag or ""
         sha256 = version if SHA256.fullmatch(version) else None
         return RemoteFile(name, url, metadata.commit_hash, version, metadata.size, sha256)
@@ -133,10 +144,7 @@ class Hub:
             except ValueError as error:
                 path.unlink()
                 if fetch == FETCHES:
-                    raise ConnectionError(
-                        f"source={self._source}: {remote.name} of {self.repo} arrived damaged {FETCHES} times; "
-                        f"the last time: {error}; run the same command again later: the other files are kept"
-                    ) from error
+                    raise self.damaged(remote.name, error) from error
                 tqdm.write(f"{remote.name}: {error}; fetching it again", file=sys.stderr)
                 self._advance(bar, -(remote.size or 0))
         raise AssertionError
@@ -149,7 +157,7 @@ class Hub:
         if remote.size is not None and _size(part) > remote.size:
             part.unlink()
         self._advance(bar, _size(part))
-        self._retried(f"download {remote.name}", lambda: self._append(remote, part, bar), lambda: _size(part))
+        self.retried(f"download {remote.name}", lambda: self._append(remote, part, bar), lambda: _size(part))
         part.rename(folder / remote.name)
 
     def _append(self, remote: RemoteFile, part: Path, bar: tqdm) -> None:
@@ -181,12 +189,15 @@ class Hub:
         if remote.size is not None and _size(part) < remote.size:
             raise httpx2.RemoteProtocolError(f"{_size(part)} of {remote.size} bytes came")
 
-    def _retried(self, what: str, work: Callable[[], T], come: Callable[[], int] = lambda: 0) -> T:
+    def retried(
+        self, what: str, work: Callable[[], T], come: Callable[[], int] = lambda: 0, retries: int = RETRIES
+    ) -> T:
         """`work`, again after 429, 5xx and broken connections; `come` measures what it has brought so far.
 
-        Where nothing has ever answered there is no network, and waiting doesn't help.
+        Where nothing has ever answered there is no network, and waiting doesn't help. Raises ConnectionError when
+        `retries` of them in a row have brought nothing.
         """
-        retries = 0
+        tried = 0
         while True:
             before = come()
             try:
@@ -196,9 +207,9 @@ class Hub:
             except (httpx2.TransportError, HfHubHTTPError) as error:
                 answered = isinstance(error, (HfHubHTTPError, httpx2.ReadError, httpx2.RemoteProtocolError))
                 self._reached = self._reached or answered
-                retries = 1 if come() > before else retries + 1
-                seconds = _seconds_to_wait(error, retries)
-                if seconds is None or retries > RETRIES or not self._reached:
+                tried = 1 if come() > before else tried + 1
+                seconds = _seconds_to_wait(error, tried)
+                if seconds is None or tried > retries or not self._reached:
                     raise self.error(what, error) from error
                 tqdm.write(f"{what}: {_reason(error)}; again in {seconds:.0f} s", file=sys.stderr)
             except OfflineModeIsEnabled as error:

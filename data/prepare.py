@@ -35,9 +35,10 @@ from data.manifest import (
 from data.sharding import Plan, tokenize
 from data.shards import MAX_TOKENS
 from data.sources import Files, Source, sotu_files, text_files
+from data.stream import STREAMED, Stream
 from data.tokenizer import load_tokenizer
 
-SOURCES = ("sotu", "text", *fineweb.STREAMED, *fineweb.DATASETS)
+SOURCES = ("sotu", "text", *STREAMED, *fineweb.DATASETS)
 SOTU_VAL_EVERY = 10
 
 
@@ -252,10 +253,10 @@ def _finished(folder: Path, arguments: dict[str, Any], overwrite: bool) -> dict[
 
 def _open_source(source: str, path: str | Path | None, subset: str | None) -> tuple[Source, dict[str, Any]]:
     """What to read, and what the manifest says of it."""
-    if source in fineweb.STREAMED:
-        dataset, default = fineweb.STREAMED[source]
+    if source in STREAMED:
+        dataset, default = STREAMED[source]
         subset = subset or default
-        return fineweb.Stream(source, subset), {"dataset": dataset, "subset": subset}
+        return Stream(source, subset), {"dataset": dataset, "subset": subset}
     if source == "text" and path is None:
         raise ValueError("path is not set; source=text needs path=FILE_OR_FOLDER")
     files = sotu_files() if path is None else text_files(str(path))
@@ -289,7 +290,7 @@ def _check(source: str, path: object, subset: object, shards: object, workers: o
         raise ValueError(f"source={source} is unknown; choose one of: {', '.join(SOURCES)}")
     if path is not None and source != "text":
         raise ValueError(f"path={path} is only for source=text, not source={source}; leave it out")
-    if subset is not None and source not in fineweb.STREAMED:
+    if subset is not None and source not in STREAMED:
         raise ValueError(f"subset={subset} is only for source=fineweb or c4, not source={source}; leave it out")
     if workers is not None:
         _check_count("workers", workers, 1, 1024)

@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "a" * 40
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class HubServer(ThreadingHTTPServer):
@@ -30,7 +35,13 @@ class HubServer(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, str | None]] = []
         self.sent: Counter[str] = Counter()
         self.stopped = threading.Event()
+        self.dead = False
         self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def die(self) -> None:
+        """From now on connections are refused, and those that are open are closed."""
+        self.dead = True
+        self.socket.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error."""
@@ -57,6 +68,9 @@ class Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
+        if self.server.dead:
+            self.close_connection = True
+            return
         path = unquote(urlsplit(self.path).path)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.requests.append((self.command, path, self.headers.get("Range")))
@@ -155,5 +169,23 @@ def hub_server() -> Iterator[HubServer]:
     finally:
         server.stopped.set()
         server.shutdown()
-        server.server_close()
         thread.join()
+        server.server_close()
+
+
+def command(server_url: str, *words: object, **environment: str) -> dict[str, Any]:
+    """What subprocess needs to prepare data from a server of that address."""
+    return {
+        "args": [sys.executable, "scripts/prepare_data.py", *map(str, words)],
+        "cwd": ROOT,
+        "env": {
+            **os.environ,
+            "HF_ENDPOINT": server_url,
+            "USE_TORCH": "0",  # `datasets` imports faster, and asks no other server
+            "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+            **environment,
+        },
+        "stderr": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+    }
