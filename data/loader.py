@@ -112,7 +112,10 @@ def open_split(data_dir: str | Path, split: str, vocab_size: int | None = None, 
         check_files(data_dir, manifest)
         listed = {entry["name"] for entry in manifest["files"]}
         if strangers := [path for path in paths if path.name not in listed]:
-            raise ValueError(f"{strangers[0]}: not listed in {MANIFEST}; move it out of the folder")
+            raise ValueError(
+                f"{strangers[0]}: not listed in {MANIFEST}; where prepare_data.py was interrupted run it again, "
+                "else move the file out of the folder"
+            )
         _check_manifest_vocabulary(f"{key}={data_dir}", manifest.get("vocab_size"), vocab_size)
     if not paths:
         raise FileNotFoundError(f"{key}={data_dir}: no *_{split}_*.bin in it; make them: {_prepare_command(data_dir)}")

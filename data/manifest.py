@@ -1,24 +1,19 @@
-"""A prepared folder: shards and a `manifest.json` that says how they were made; it appears whole or not at all."""
+"""A prepared folder: shards, and a `manifest.json` that says how they were made."""
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from data.cores import available_cores
 from data.shards import count_tokens
 
 MANIFEST = "manifest.json"
-PROGRESS = "progress.json"
-LOCK = "lock"
 REMEDY = "delete the folder and prepare the data again"
 MEASURED = {"source_bytes": "bytes", "source_files": "files"}  # what nobody asks for, but finds in the texts
 FILE_KEYS = {"name": str, "split": str, "bytes": int, "tokens": int}
@@ -53,7 +48,7 @@ def verify(folder: Path, progress: bool = True) -> dict[str, str]:
     wrong = {}
     total = sum(entry["bytes"] for entry in files)
     with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
+        ThreadPoolExecutor(available_cores()) as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None if progress else True) as bar,
     ):
         for entry, fault in zip(files, pool.map(partial(_find_fault, folder), files), strict=True):
@@ -83,7 +78,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a file under a temporary name that is renamed when it is complete."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that a killed one is written over
     try:
         temporary.write_text(json.dumps(value, indent=2) + "\n")
         os.replace(temporary, path)
@@ -167,74 +162,6 @@ def check_replaceable(out_dir: Path) -> None:
             f"overwrite=true: out_dir={out_dir} also holds {others[0]}, which is not prepared data; "
             "choose another out_dir"
         )
-
-
-def partial_folder(out_dir: Path) -> Path:
-    """The folder beside `out_dir` in which it grows."""
-    out_dir = out_dir.resolve()
-    return out_dir.with_name(f".{out_dir.name}.partial")
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder, and holds it for this process, however it ends. Raises ValueError where another one has it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"out_dir: can't make the folder {folder} ({error.strerror}); choose another out_dir"
-        ) from error
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{folder}: another process is preparing this data; wait for it, or stop it") from error
-        yield
-
-
-def read_progress(folder: Path, arguments: dict[str, Any]) -> Any:
-    """What `write_progress` last wrote there; None at a first start.
-
-    Raises ValueError where it was written for other arguments, and for a damaged file.
-    """
-    path = folder / PROGRESS
-    if not path.is_file():
-        return None
-    try:
-        there = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); add overwrite=true to start over") from error
-    check_arguments(f"{folder} holds an unfinished preparation", there["arguments"], arguments)
-    return there["progress"]
-
-
-def write_progress(folder: Path, arguments: dict[str, Any], progress: Any) -> None:
-    """Notes for the next start how far this one came."""
-    write_json(folder / PROGRESS, {"arguments": arguments, "progress": progress})
-
-
-def publish(partial_dir: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
-    """Makes the partial folder, with the files of the manifest and nothing else, into `out_dir`."""
-    remove_all_but(partial_dir, {entry["name"] for entry in manifest["files"]})
-    write_manifest(partial_dir, manifest)
-    _replace_folder(partial_dir, out_dir.resolve())
-
-
-def remove_all_but(folder: Path, names: set[str]) -> None:
-    """Empties a folder, the named files excepted."""
-    for path in folder.iterdir():
-        if path.name not in names:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _replace_folder(new: Path, out_dir: Path) -> None:
-    """Renames `new` to `out_dir`; what was there steps aside and is removed last."""
-    old = out_dir.with_name(f".{out_dir.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out_dir.exists():
-        os.replace(out_dir, old)
-    os.replace(new, out_dir)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_occupied(out_dir: Path) -> bool:

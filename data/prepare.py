@@ -5,7 +5,6 @@ borders of shards. A folder grows beside its place, and takes it when it is whol
 the same command goes on from.
 """
 
-import errno
 import os
 import shutil
 import sys
@@ -17,28 +16,28 @@ from typing import Any
 from tqdm import tqdm
 
 from data import fineweb
-from data.manifest import (
-    LOCK,
-    PROGRESS,
-    check_files,
-    check_replaceable,
-    find_finished,
-    locked,
-    partial_folder,
-    publish,
-    read_progress,
-    remove_all_but,
-    verify,
-    write_manifest,
-    write_progress,
-)
+from data.cores import available_cores
+from data.manifest import MANIFEST, check_files, check_replaceable, find_finished, verify, write_manifest
 from data.sharding import Plan, tokenize
 from data.shards import MAX_TOKENS
 from data.sources import Files, Source, sotu_files, text_files
 from data.stream import STREAMED, Stream
 from data.tokenizer import load_tokenizer
+from data.unfinished import (
+    LOCK,
+    PROGRESS,
+    full_disk_told,
+    grow,
+    locked,
+    partial_folder,
+    remove_all_but,
+    remove_if_bare,
+    remove_replaced,
+    write_progress,
+)
 
 SOURCES = ("sotu", "text", *STREAMED, *fineweb.DATASETS)
+SHARD_TOKENS = 100_000_000
 SOTU_VAL_EVERY = 10
 
 
@@ -86,7 +85,7 @@ def prepare(
     tokenizer: str = "gpt2",
     path: str | Path | None = None,
     subset: str | None = None,
-    shard_tokens: int = 100_000_000,
+    shard_tokens: int = SHARD_TOKENS,
     val_tokens: int | None = None,
     val_every: int | None = None,
     shards: int | None = None,
@@ -108,6 +107,7 @@ def prepare(
     _check(source, path, subset, shards, workers, overwrite)
     folder = Path(str(out_dir)) if out_dir is not None else default_out_dir(source, tokenizer)
     if source in fineweb.DATASETS:
+        _check_unset(source, shard_tokens, val_tokens=val_tokens, val_every=val_every, workers=workers)
         return _prepare_public_shards(source, folder, tokenizer, shards, overwrite)
     plan = _plan(source, shard_tokens, val_tokens, val_every, shards)
     return _prepare_text(source, folder, tokenizer, path, subset, plan, workers, overwrite)
@@ -147,10 +147,10 @@ def _prepare_text(
         def save(progress: dict[str, Any]) -> None:
             write_progress(grown, arguments, {**progress, "identity": reader.identity})
 
-        made = tokenize(reader, coder, grown, plan, workers or os.cpu_count() or 1, progress, save)
+        made = tokenize(reader, coder, grown, plan, workers or available_cores(), progress, save)
         return {**arguments, "vocab_size": coder.vocab_size, "end_of_text": coder.end_of_text, **made}
 
-    return _grow(folder, arguments, check, build)
+    return Prepared(folder, grow(folder, arguments, check, build, overwrite), fresh=True)
 
 
 def _check_resumable(source: str, grown: Path, progress: Any, reader: Source) -> None:
@@ -176,79 +176,57 @@ def _prepare_public_shards(source: str, folder: Path, tokenizer: str, shards: in
         vocabulary = {"vocab_size": fineweb.VOCAB_SIZE, "end_of_text": fineweb.END_OF_TEXT}
         return {**arguments, "shards": len(files) - 1, **vocabulary, "files": files}
 
-    if not (manifest := _finished(folder, arguments, overwrite)):
+    def fetch(grown: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+        write_progress(grown, arguments, {"source": source})
+        return fineweb.download(source, names, grown)
 
-        def build(grown: Path, progress: Any) -> dict[str, Any]:
-            write_progress(grown, arguments, {"source": source})
-            return manifest_of(fineweb.download(source, names, grown))
+    if manifest := _finished(folder, arguments, overwrite):
+        return _add_public_shards(folder, manifest, names, fetch, manifest_of)
+    # each file is checked by itself
+    manifest = grow(
+        folder, arguments, lambda grown, progress: None, lambda grown, _: manifest_of(fetch(grown, names)), overwrite
+    )
+    return Prepared(folder, manifest, fresh=True)
 
-        return _grow(folder, arguments, lambda grown, progress: None, build)  # each file is checked by itself
 
+def _add_public_shards(
+    folder: Path,
+    manifest: dict[str, Any],
+    names: list[str],
+    fetch: Callable[[Path, list[str]], dict[str, dict[str, Any]]],
+    manifest_of: Callable[[dict[str, dict[str, Any]]], dict[str, Any]],
+) -> Prepared:
+    """Brings a finished folder to at least the named shards, all of them intact."""
     wrong = verify(folder)
     for name, fault in wrong.items():
         _say(f"{folder / name}: {fault}; fetching it again")
-    intact = {entry["name"]: entry for entry in manifest["files"] if entry["name"] not in wrong}
-    missing = [name for name in {*names, *wrong} if name not in intact]
-    if not missing:
-        return Prepared(folder, manifest, fresh=False)
+    there = {entry["name"]: entry for entry in manifest["files"] if entry["name"] not in wrong}
+    # A kill between the renames below and the manifest leaves shards that are whole, and listed nowhere.
+    moved = fineweb.unlisted(folder, manifest)
+    there |= moved
+    missing = sorted({*names, *wrong} - there.keys())
     grown = partial_folder(folder)
-    with locked(grown):
-        write_progress(grown, arguments, {"source": source})
-        fetched = fineweb.download(source, sorted(missing), grown)
-        for name in fetched:
-            os.replace(grown / name, folder / name)
-        manifest = manifest_of({**intact, **fetched})
-        write_manifest(folder, manifest)
-        shutil.rmtree(grown)
-    return Prepared(folder, manifest, fresh=True)
-
-
-def _grow(
-    folder: Path,
-    arguments: dict[str, Any],
-    check: Callable[[Path, Any], None],
-    build: Callable[[Path, Any], dict[str, Any]],
-) -> Prepared:
-    """Has `build(partial folder, progress)` make a folder and its manifest, and puts it in place.
-
-    `check` sees what an earlier start left before it is gone on with. What an interruption or a fault of the machine
-    leaves stays for the next start; a user's mistake leaves nothing.
-    """
-    grown = partial_folder(folder)
-    with locked(grown):
-        progress = read_progress(grown, arguments)
-        if progress is None:
-            remove_all_but(grown, {LOCK})
-        else:
-            check(grown, progress)
-        try:
-            manifest = build(grown, progress)
-            publish(grown, folder, manifest)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise OSError(
-                    f"{grown}: the disk is full; free some space and run the command again: it goes on where it stopped"
-                ) from error
-            raise
-        except ValueError:
+    if missing or moved:
+        with locked(grown), full_disk_told(grown):
+            fetched = fetch(grown, missing) if missing else {}
+            for name in fetched:
+                os.replace(grown / name, folder / name)
+            manifest = manifest_of({**there, **fetched})
+            write_manifest(grown, manifest)  # there, so that a kill leaves nothing in the finished folder
+            os.replace(grown / MANIFEST, folder / MANIFEST)
             shutil.rmtree(grown)
-            raise
-        finally:
-            if grown.exists() and {path.name for path in grown.iterdir()} <= {LOCK, PROGRESS}:
-                shutil.rmtree(grown)
-    return Prepared(folder, manifest, fresh=True)
+    remove_if_bare(grown)
+    return Prepared(folder, manifest, fresh=bool(missing or moved))
 
 
 def _finished(folder: Path, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The manifest of a folder finished with these arguments; with `overwrite` none, and what is unfinished goes."""
-    if not overwrite:
-        return find_finished(folder, arguments)
-    check_replaceable(folder)
-    grown = partial_folder(folder)
-    if grown.exists():
-        with locked(grown):
-            shutil.rmtree(grown)
-    return None
+    """The manifest of a folder finished with these arguments; with `overwrite` none."""
+    if overwrite:
+        check_replaceable(folder)
+        return None
+    if manifest := find_finished(folder, arguments):
+        remove_replaced(folder)
+    return manifest
 
 
 def _open_source(source: str, path: str | Path | None, subset: str | None) -> tuple[Source, dict[str, Any]]:
@@ -296,6 +274,16 @@ def _check(source: str, path: object, subset: object, shards: object, workers: o
         _check_count("workers", workers, 1, 1024)
     if not isinstance(overwrite, bool):
         raise ValueError(f"overwrite={overwrite}: must be true or false")
+
+
+def _check_unset(source: str, shard_tokens: object, **others: object) -> None:
+    """Public shards are as they are."""
+    for key, value in {"shard_tokens": None if shard_tokens == SHARD_TOKENS else shard_tokens, **others}.items():
+        if value is not None:
+            raise ValueError(
+                f"{key}={value}: source={source} is already in shards of {SHARD_TOKENS:,} tokens, the first of which "
+                f"is validation; leave {key} out"
+            )
 
 
 def _say(text: str) -> None:

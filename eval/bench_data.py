@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from data.cores import available_cores
 from data.loader import SHUFFLED_BLOCK, TokenStream, TrainBatches, open_split
 from data.shards import count_tokens, read_shard, write_shard
 from eval.timing import compare
-from training.distributed import available_cores
 from training.environment import machine
 
 VOCAB_SIZE = 50257

@@ -1,12 +1,12 @@
 """How fast text becomes shards, against what tiktoken alone encodes on the same cores."""
 
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data.cores import available_cores
 from data.prepare import prepare
 from data.sources import sotu_files
 from data.tokenizer import GPT2Tokenizer
@@ -32,12 +32,12 @@ def bench_tokenize(config: Any) -> dict[str, Any]:
         raise ValueError(f"workers={config.workers} must be a list of numbers, such as [1,2]")
     documents = _documents(config.document_characters) * config.copies
     encoding = GPT2Tokenizer().encoding
-    n_tokens = sum(len(ids) + 1 for ids in encoding.encode_ordinary_batch(documents, num_threads=os.cpu_count() or 1))
+    n_tokens = sum(len(ids) + 1 for ids in encoding.encode_ordinary_batch(documents, num_threads=available_cores()))
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.jsonl"
         text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
         passes: dict[str, Callable[[], object]] = {
-            REFERENCE: lambda: encoding.encode_ordinary_batch(documents, num_threads=os.cpu_count() or 1)
+            REFERENCE: lambda: encoding.encode_ordinary_batch(documents, num_threads=available_cores())
         }
         for workers in config.workers:
             passes[f"prepare_data workers={workers}"] = _preparation(text, workers)

@@ -78,11 +78,6 @@ def visible_gpus() -> list[str]:
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
-def available_cores() -> int:
-    """The processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def in_order(runs: Sequence[Run], order: str) -> list[Run]:
     """The runs in the order to start them in: "seeds" trains every scheme with one seed before any with the next, so
     that there is a whole comparison early; "axes" all seeds of a scheme together.

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from the roo
 from omegaconf import OmegaConf
 
 from configs.command import command, compose
+from data.cores import available_cores
 from eval.attention_experiment import is_kept_without, measure_attention, read_settings
 from eval.child import Failure
 from eval.entropy_growth import entropy_growth, growth_figure, growth_fits, read_calculation, write_calculation
@@ -28,7 +29,7 @@ from eval.figures import loss_by_length, loss_by_position, loss_curves, save_fig
 from eval.kept import keep
 from eval.needle_experiment import NeedleRun, by_scheme, collect_needles, needle_runs
 from eval.needle_figure import accuracy_by_length, heat_maps
-from eval.sweep import available_cores, in_order, launch, make_slots, visible_gpus
+from eval.sweep import in_order, launch, make_slots, visible_gpus
 from eval.tables import collect, history, to_markdown, write_table
 from scripts.sweep import read_runs, report, train
 from training.environment import commit

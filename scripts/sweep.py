@@ -18,10 +18,11 @@ from omegaconf import OmegaConf
 
 from configs.command import command, compose
 from configs.schema import check
+from data.cores import available_cores
 from eval.child import Failure, remembered_failure
 from eval.experiment import Experiment, Run, expand, read_experiment, refuse_changed, select
 from eval.slurm import HERE, SLURM, jobs_of, submit, wait_for
-from eval.sweep import available_cores, in_order, launch, make_slots, status_table, to_start, torchrun, visible_gpus
+from eval.sweep import in_order, launch, make_slots, status_table, to_start, torchrun, visible_gpus
 
 LAUNCHERS = ("local", SLURM, HERE)
 

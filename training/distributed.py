@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.cores import available_cores
 from model.precision import fast_bf16
 
 
@@ -223,11 +224,6 @@ class StopSignal:
         self.number = number
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def available_cores() -> int:
-    """The processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_device(device: str, local_rank: int = 0) -> torch.device:

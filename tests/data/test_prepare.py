@@ -333,7 +333,7 @@ def long_texts(tmp_path):
 # Starts a preparation again and again and kills it, the last one excepted. One process is imported and then forked.
 KILLER = """
     import os, random, signal, sys, time
-    from data import manifest, prepare, sharding, shards, sources, tokenizer
+    from data import prepare, sharding, shards, sources, tokenizer, unfinished
     sources.BATCH_CHARACTERS = tokenizer.PIECE_CHARACTERS = 1000
     how, path, out, *split = sys.argv[1:]
     arguments = dict(pair.split("=") for pair in split)
@@ -373,7 +373,7 @@ KILLER = """
             if was_killed(child):
                 kills += 1
             else:  # it was done before: start over, and kill earlier
-                assert not os.path.exists(manifest.partial_folder(prepare.Path(out)))
+                assert not os.path.exists(unfinished.partial_folder(prepare.Path(out)))
                 for name in os.listdir(out):
                     os.unlink(os.path.join(out, name))
                 longest *= 0.7
