@@ -101,8 +101,9 @@ def prepare(
     per core; the output is the same for any number.
 
     A folder finished with the same arguments is verified and left as it is; damaged public shards are fetched again.
-    An interrupted preparation goes on where it was. Raises ValueError or FileNotFoundError for arguments that don't
-    fit, other data in `out_dir`, or unreadable text; ConnectionError where the hub fails, and OSError on a full disk.
+    An interrupted preparation goes on where it was; with `overwrite` it starts over where it can't. Raises ValueError
+    or FileNotFoundError for arguments that don't fit, other data in `out_dir`, or unreadable text; ConnectionError
+    where the hub fails, and OSError on a full disk.
     """
     _check(source, path, subset, shards, workers, overwrite)
     folder = Path(str(out_dir)) if out_dir is not None else default_out_dir(source, tokenizer)

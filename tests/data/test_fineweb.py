@@ -1,9 +1,12 @@
 """Against a local server with the hub's layout, which breaks off, corrupts, and answers 404, 429 and 503."""
 
+import errno
+import os
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 
@@ -216,6 +219,48 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(server, out
     with pytest.raises(OSError, match=r"GB are still to come, but the disk has .* ask for fewer shards"):
         prepare("fineweb10b", out, shards=3)
     assert fetched(server) == []
+
+
+def test_a_disk_that_fills_up_while_shards_are_added_leaves_what_there_is(server, out, monkeypatch):
+    prepare("fineweb10b", out, shards=2)
+    before = stored(out)
+
+    def full(self, remote, part, bar):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(part))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_module.Hub, "_append", full)
+        with pytest.raises(OSError, match=r"\.mine\.partial: the disk is full; free some space and run"):
+            prepare("fineweb10b", out, shards=4)
+    assert stored(out) == before
+    assert len(open_split(out, "train", vocab_size=50257)) == 2 * N_TOKENS
+    prepare("fineweb10b", out, shards=4)
+    assert stored(out) == published(server, 4)
+
+
+def test_shards_are_downloaded_side_by_side(server, out, monkeypatch):
+    together = threading.Barrier(3, timeout=20)  # broken, an error, where fewer than three come at once
+    append = hub_module.Hub._append
+
+    def meet(self, remote, part, bar):
+        together.wait()
+        append(self, remote, part, bar)
+
+    monkeypatch.setattr(hub_module.Hub, "_append", meet)
+    prepare("fineweb10b", out, shards=2)
+    assert stored(out) == published(server, 2)
+
+
+def test_a_download_shows_its_bytes_and_those_that_were_there_before(server, out, shown):
+    server.faults["GET", NAMES[2]] = [5000, (403, {})]
+    with pytest.raises(ConnectionError):
+        prepare("fineweb10b", out, shards=2)
+    server.faults.clear()
+    shown.clear()
+    prepare("fineweb10b", out, shards=2)
+    (bar,) = [bar for bar in shown if bar.desc == "fineweb10b"]
+    assert (bar.n, bar.total, bar.unit) == (sum(map(len, published(server, 2).values())),) * 2 + ("B",)
+    assert bar.first >= 5000
 
 
 def test_a_killed_download_goes_on_where_it_was(server, out):

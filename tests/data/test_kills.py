@@ -123,7 +123,15 @@ def test_text(tmp_path, out, initial, overwrite):
             assert len(written) <= len(shards) + 1  # a shard may be there whose progress isn't
 
 
-@pytest.mark.parametrize(("first", "overwrite"), [(0, False), (1, False), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("first", "overwrite"),
+    [
+        (1, False),
+        pytest.param(0, False, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
+)
 def test_public_shards(hub, tmp_path, out, initial, first, overwrite):
     """Fetched, added to a folder that has `first`, or in the place of others."""
     for seed, name in enumerate(NAMES):

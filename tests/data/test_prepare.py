@@ -4,20 +4,24 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from omegaconf import OmegaConf
 
 from data import prepare as module
 from data import sharding, sources
+from data.cores import available_cores
 from data.loader import open_split
 from data.prepare import prepare
 from data.shards import read_shard, write_shard
 from data.sources import sotu_files
 from data.tokenizer import BytesTokenizer
+from eval.bench_tokenize import bench_tokenize
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [f"document {k} " * (k % 7 + 1) for k in range(25)]
@@ -28,11 +32,6 @@ def text(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
     return path
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "shards" / "mine"
 
 
 def ids(documents):
@@ -126,6 +125,66 @@ def test_the_output_is_the_same_to_the_byte_for_any_number_of_workers(text, tmp_
         prepare("text", folder, tokenizer, text, shard_tokens=40, val_every=5, workers=int(folder.name))
     assert content(folders[0]) == content(folders[1]) == content(folders[2])
     assert len(content(folders[0])) > 4
+
+
+def test_by_default_all_cores_encode_that_the_process_may_use(text, tmp_path, monkeypatch):
+    used = []
+    monkeypatch.setattr(sharding, "ThreadPoolExecutor", lambda n, **_: used.append(n) or ThreadPoolExecutor(n))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for cores in (1, 3):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        prepare("text", tmp_path / f"{cores}", "bytes", text, val_every=5)
+    assert used == [1, 3]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The documents as files, small batches of which are read at a time; the bytes of all."""
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 100)
+    (tmp_path / "files").mkdir()
+    for k, document in enumerate(DOCUMENTS):
+        (tmp_path / "files" / f"{k:02d}.txt").write_text(document)
+    return tmp_path / "files", sum(map(len, DOCUMENTS))
+
+
+def test_progress_is_shown_in_bytes_tokens_and_documents(files, out, shown):
+    folder, n_bytes = files
+    prepare("text", out, "bytes", folder, shard_tokens=100, val_every=5)
+    (bar,) = shown
+    assert len(bar.texts) > 5
+    assert bar.texts[-1] == f"{len(ids(DOCUMENTS)):,} tokens, {len(DOCUMENTS)} documents"
+    assert bar.n == bar.total == n_bytes
+    assert 0 < bar.first < n_bytes / 2
+    assert (bar.unit, bar.unit_scale) == ("B", True)  # so the rate is in B/s, kB/s or MB/s, and what remains in time
+
+
+def test_progress_towards_a_number_of_shards_is_measured_in_tokens(files, out, shown):
+    folder, n_bytes = files
+    prepare("text", out, "bytes", folder, shard_tokens=100, val_tokens=300, shards=6)
+    (bar,) = shown
+    assert int(bar.texts[-1].split()[0].replace(",", "")) >= 900
+    assert bar.total == pytest.approx(n_bytes * 900 / len(ids(DOCUMENTS)), rel=0.2)
+
+
+def test_progress_goes_on_where_an_earlier_start_had_come(files, out, full_disk, shown):
+    folder, n_bytes = files
+    full_disk(8)
+    with pytest.raises(OSError, match="the disk is full"):
+        prepare("text", out, "bytes", folder, shard_tokens=100)
+    full_disk(10**6)
+    prepare("text", out, "bytes", folder, shard_tokens=100)
+    _, bar = shown
+    assert n_bytes / 3 < bar.initial < n_bytes
+    assert bar.n == bar.total == n_bytes
+
+
+@pytest.mark.slow
+def test_preparing_takes_little_longer_than_encoding_alone():
+    """The aim is 0.9 of tiktoken's rate; what a busy machine does to one of three rounds is allowed for."""
+    config = OmegaConf.create({"copies": 2, "document_characters": 4000, "repeats": 3, "workers": [available_cores()]})
+    reference, ours = bench_tokenize(config)["rows"]
+    assert ours["ratio"] < 1 / 0.8
+    assert ours["tokens"] == reference["tokens"] > 4_000_000
 
 
 class WideTokenizer(BytesTokenizer):
@@ -287,6 +346,10 @@ def test_a_failing_overwrite_keeps_the_old_data(text, out):
         ({"source": "sotu", "tokenizer": "gpt4"}, "tokenizer=gpt4 is unknown"),
         ({"source": "sotu", "overwrite": "no"}, "overwrite=no: must be true or false"),
         ({"source": "fineweb10b", "tokenizer": "bytes", "shards": 1}, "set tokenizer=gpt2"),
+        ({"source": "fineweb10b", "shards": 1, "shard_tokens": -5}, "shard_tokens=-5: .* leave shard_tokens out"),
+        ({"source": "fineweb10b", "shards": 1, "val_tokens": 0}, "val_tokens=0: .* leave val_tokens out"),
+        ({"source": "fineweb10b", "shards": 1, "val_every": 0}, "val_every=0: .* leave val_every out"),
+        ({"source": "fineweb10b", "shards": 1, "workers": 2}, "workers=2: .* leave workers out"),
         ({"source": "fineweb10b"}, "shards=None: source=fineweb10b has 103 training shards"),
         ({"source": "fineweb10b", "shards": 104}, r"shards=104: .* set shards to 1 \.\.\. 103"),
         ({"source": "fineweb100b", "shards": 0}, r"set shards to 1 \.\.\. 1030"),
@@ -491,32 +554,41 @@ MEASURE = """
     import sys
     from data import sharding
     from data.prepare import prepare
-    sharding.BATCHES_AHEAD = 2
+    if sys.argv[2] == "bytes":
+        sharding.BATCHES_AHEAD = 2
     def peak():
         return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) // 1024
     for name in ("small", "large"):
-        prepare("text", f"{sys.argv[1]}/out-{name}", "bytes", f"{sys.argv[1]}/{name}", shard_tokens=1 << 18, workers=2)
+        path = f"{sys.argv[1]}/{name}"
+        prepare("text", f"{path}-out", sys.argv[2], path, shard_tokens=1 << 18, workers=2)
         print(peak())
 """
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["txt", pytest.param("jsonl.zst", marks=pytest.mark.slow), pytest.param("parquet", marks=pytest.mark.slow)],
+    ("kind", "tokenizer"),
+    [
+        ("txt", "bytes"),
+        pytest.param("jsonl.zst", "bytes", marks=pytest.mark.slow),
+        pytest.param("parquet", "bytes", marks=pytest.mark.slow),
+        pytest.param("jsonl", "gpt2", marks=pytest.mark.slow),
+    ],
 )
-def test_memory_does_not_grow_with_the_source(tmp_path, kind):
+def test_memory_does_not_grow_with_the_source(tmp_path, kind, tokenizer):
     for name, n_documents in (("small", 5_000), ("large", 15_000)):  # 25 and 75 MB
         (tmp_path / name).mkdir()
         path = tmp_path / name / f"x.{kind}"
         texts = [f"{k} " + "words and lines\n" * 330 for k in range(n_documents)]
         if kind == "txt":
             path.write_text("".join(texts))
+        elif kind == "jsonl":
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         elif kind == "parquet":
             pq.write_table(pa.table({"text": texts}), path)
         else:
             with pa.CompressedOutputStream(str(path), "zstd") as file:
                 file.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
-    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), tokenizer]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     small, large = map(int, done.stdout.split())
     assert large - small < 12, f"{small} MB, then {large} MB"

@@ -5,7 +5,9 @@ import gzip
 import io
 import json
 import logging
+import random
 import subprocess
+import sys
 
 import datasets.config
 import huggingface_hub
@@ -17,7 +19,7 @@ from data import stream as stream_module
 from data.loader import open_split
 from data.prepare import prepare
 from data.stream import Stream
-from tests.hub_server import command
+from tests.hub_server import ROOT, command
 
 TEXTS = "HuggingFaceFW/fineweb"
 README = """---
@@ -227,6 +229,20 @@ def test_a_row_without_a_text_is_an_empty_document(hub, documents, out):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("fault", [(429, {}), "corrupt"])
+def test_the_libraries_say_nothing_in_their_own_words(hub, documents, out, fault):
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    for name in ("datasets", "huggingface_hub"):
+        logging.getLogger(name).addHandler(handler)
+    hub.faults["GET", FILES[1]] = [fault] * 2
+    prepare_here(out)
+    for name in ("datasets", "huggingface_hub"):
+        logging.getLogger(name).removeHandler(handler)
+    assert not said.getvalue()
+
+
+@pytest.mark.usefixtures("here")
 def test_the_libraries_are_left_as_they_were(hub, documents, out):
     def settings():
         retries = {name: value for name, value in vars(datasets.config).items() if name.startswith("STREAMING")}
@@ -257,6 +273,32 @@ def test_positions_of_an_older_version_are_refused(hub, documents, out):
     (unfinished / "progress.json").write_text(json.dumps({"arguments": arguments, "progress": progress}))
     with pytest.raises(ValueError, match=r"source=fineweb: .* add overwrite=true to start over"):
         prepare_here(out)
+
+
+MEASURE = """
+import sys
+from data.prepare import prepare
+prepare("fineweb", sys.argv[1], tokenizer="bytes", shard_tokens=1 << 18, workers=2)
+print(int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_stream(hub, out, tmp_path):
+    """Files of 6 MB, of which some batches are in memory: few of them, then three times as many."""
+    hub.files[TEXTS, "README.md"] = README.encode()
+    hub.files[TEXTS, "data/CC-MAIN-2013-20/000_00000.parquet"] = parquet(id=["a"], text=["another subset"])
+    peaks = []
+    for files in (range(8), range(8, 24)):
+        for k in files:
+            texts = [f"{k} {i} " + random.Random(k * 1000 + i).randbytes(3000).hex() for i in range(1000)]
+            hub.files[TEXTS, f"sample/10BT/{k:03d}_00000.parquet"] = parquet(id=texts[:1] * 1000, text=texts)
+        words = [sys.executable, "-c", MEASURE, str(out.with_name(f"{files[-1]}"))]
+        environment = {**command(hub.url)["env"], "HF_HOME": str(tmp_path / f"hf{files[-1]}")}
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout))
+    assert peaks[1] - peaks[0] < 30, f"{peaks} MB"  # of 96 MB more
 
 
 @pytest.mark.slow
