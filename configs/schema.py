@@ -329,6 +329,7 @@ class BenchCase:
     model: str = MISSING
     length: int = MISSING
     batch: int = MISSING
+    micro_batch: int | None = None
 
 
 @dataclass
@@ -336,6 +337,7 @@ class BenchTrainConfig:
     cases: list[BenchCase] = MISSING
     positions: list[str] = MISSING
     peers: list[str] = MISSING
+    compile: list[str] = MISSING
     dtypes: list[str] = MISSING
     repeats: int = MISSING
     device: str = MISSING

@@ -32,10 +32,11 @@ class Candidate:
     """One way to train one model: a position scheme of ours, or one of PEERS."""
 
     name: str
-    case: Any  # model, length and batch
+    case: Any  # model, length, batch, and in a step of ours sequences in a forward pass
     dtype: str
     train_config: Any
     threads: int | None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ def bench_train(config: Any, train_config: Callable[[str, str, int], Any]) -> di
     groups = [
         [
             # a peer is told the sizes by the first scheme's config
-            Candidate(name, case, dtype, train_config(case.model, position, case.length), config.threads)
-            for name, position in [
-                *((peer, config.positions[0]) for peer in config.peers),
-                *((p, p) for p in config.positions),
+            Candidate(name, case, dtype, train_config(case.model, position, case.length), config.threads, compiled)
+            for name, position, compiled in [
+                *((peer, config.positions[0], False) for peer in config.peers),
+                *((p, p, compiled) for p in config.positions for compiled in _compiled(config, device)),
             ]
         ]
         for case, dtype in product(config.cases, config.dtypes)
@@ -83,6 +84,10 @@ def bench_train(config: Any, train_config: Callable[[str, str, int], Any]) -> di
     for model in {case.model: None for case in config.cases}:
         rows += _muon_rows(train_config(model, config.positions[0], 1), device)
     return {"machine": machine(device), "rows": rows}
+
+
+def _compiled(config: Any, device: torch.device) -> list[bool]:
+    return [choice == "True" or (choice == "auto" and device.type == "cuda") for choice in config.compile]
 
 
 def _measure(group: list[Candidate], config: Any, device: torch.device) -> list[dict[str, Any]]:
@@ -100,11 +105,14 @@ def _measure(group: list[Candidate], config: Any, device: torch.device) -> list[
         flops = fact.pop("flops_per_token")
         rows.append(
             {
-                "name": f"{case.model} {candidate.name} {candidate.dtype} T={case.length} B={case.batch}",
+                "name": f"{case.model} {candidate.name}{' compiled' * candidate.compiled} {candidate.dtype} "
+                f"T={case.length} B={case.batch}",
                 "candidate": candidate.name,
+                "compiled": candidate.compiled,
                 "model": case.model,
                 "length": case.length,
                 "batch": case.batch,
+                "micro_batch": _micro_batch(case),
                 "dtype": candidate.dtype,
                 "seconds": statistics.median(took),
                 "tokens_per_second": speed,
@@ -210,16 +218,16 @@ def _batch(candidate: Candidate, vocab_size: int) -> Tensor:
 
 
 def _ours(candidate: Candidate, device: torch.device, stack: ExitStack) -> Trainer:
-    """The step of train.py, in one forward pass."""
+    """The step of train.py."""
     process = stack.enter_context(start_process(device.type, candidate.dtype))
     state = build_state(candidate.train_config, device)
-    if device.type == "cuda":  # as train.py does
+    if candidate.compiled:
         compile_blocks(state.model)
     model = state.model
     forward, tokens = wrap(model, process), _batch(candidate, model.config.vocab_size)
 
     def step() -> object:
-        return train_step(state, forward, tokens[:, :-1], tokens[:, 1:], candidate.case.batch, 1.0, process)
+        return train_step(state, forward, tokens[:, :-1], tokens[:, 1:], _micro_batch(candidate.case), 1.0, process)
 
     def update() -> None:
         for optimizer in state.optimizers:
@@ -229,6 +237,10 @@ def _ours(candidate: Candidate, device: torch.device, stack: ExitStack) -> Train
             optimizer.step()
 
     return Trainer(step, _count(model), flops_per_token(model, candidate.case.length), update)
+
+
+def _micro_batch(case: Any) -> int:
+    return case.get("micro_batch") or case.batch
 
 
 def _muon_rows(train_config: Any, device: torch.device) -> list[dict[str, Any]]:
@@ -294,10 +306,15 @@ def _checked(config: Any) -> torch.device:
         raise ValueError("cases=[] must hold at least one, such as cases=[{model:proxy,length:256,batch:32}]")
     if unknown := set(config.dtypes) - {"fp32", "bf16"}:
         raise ValueError(f"dtypes={list(config.dtypes)}: {min(unknown)!r} is unknown; use fp32, bf16 (autocast)")
+    if not config.compile or not set(config.compile) <= {"auto", "True", "False"}:
+        raise ValueError(f"compile={list(config.compile)} must hold auto (on CUDA, as train.py does), true or false")
     numbers = {"repeats": config.repeats, "threads": config.threads}
     for index, case in enumerate(config.cases):
-        numbers |= {f"cases[{index}].length": case.length, f"cases[{index}].batch": case.batch}
+        numbers |= {f"cases[{index}].{key}": case.get(key) for key in ("length", "batch", "micro_batch")}
     for key, value in numbers.items():
         if value is not None and value < 1:
             raise ValueError(f"{key}={value} must be at least 1")
+    for index, case in enumerate(config.cases):
+        if case.batch % _micro_batch(case):
+            raise ValueError(f"cases[{index}].micro_batch={case.micro_batch} must divide its batch={case.batch}")
     return choose_device(config.device)

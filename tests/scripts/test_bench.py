@@ -120,9 +120,10 @@ def test_a_training_step_is_measured_beside_transformers(dtype: str, tmp_path: P
 def test_a_training_step_is_measured_without_peers_against_the_first_scheme(tmp_path: Path):
     out = tmp_path / "train.json"
     words = ["peers=[]", "dtypes=[fp32]", "positions=[rope]", "repeats=1", "threads=1", "device=cpu", "peak_tflops=0.1"]
-    done = bench("train", CASES, *words, f"out={out}")
+    done = bench("train", "cases=[{model:proxy,length:16,batch:2,micro_batch:1}]", *words, f"out={out}")
     assert done.returncode == 0, done.stderr
     row = json.loads(out.read_text())["rows"][0]
+    assert (row["batch"], row["micro_batch"], row["compiled"]) == (2, 1, False)
     assert row["parameters"] == 854_016
     assert (row["ratio"], row["memory_ratio"]) == (1, 1)
     forward = 2 * (4 * 12 * 128**2 + 264 * 128 + 4 * 16 * 128)
@@ -160,6 +161,11 @@ def test_scale_invariant_attention_costs_at_most_a_quarter_more_than_rope_on_a_g
         (["train", "cases=[{model:proxy,length:0,batch:1}]"], "cases[0].length=0 must be at least 1"),
         (["train", "cases=[{model:nope,length:4,batch:1}]"], "model=nope is unknown; choose one of: 162m"),
         (["train", "cases=[{model:proxy,length:4}]"], "cases[0].batch"),
+        (
+            ["train", "cases=[{model:proxy,length:4,batch:3,micro_batch:2}]"],
+            "cases[0].micro_batch=2 must divide its batch=3",
+        ),
+        (["train", "compile=[maybe]"], "compile=['maybe'] must hold auto (on CUDA, as train.py does), true or false"),
         (["train", "repeats=0"], "repeats=0 must be at least 1"),
         (["attention", "backends=[sdpa,flash]"], "'flash' is unknown; use dense, sdpa"),
         (["attention", "positions=[what]"], "position=what is unknown; choose one of: alibi,"),
