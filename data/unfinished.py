@@ -18,6 +18,7 @@ from data.manifest import MANIFEST, check_arguments, check_files, read_manifest,
 
 PROGRESS = "progress.json"
 LOCK = "lock"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def grow(
@@ -34,7 +35,7 @@ def grow(
     start; a user's mistake leaves nothing.
     """
     grown = partial_folder(folder)
-    with locked(grown), full_disk_told(grown):
+    with full_disk_told(grown), locked(grown):
         try:
             manifest, progress = _left(grown, arguments, check)
         except (ValueError, FileNotFoundError):
@@ -83,6 +84,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if error.errno in FULL:
+            raise
         raise ValueError(
             f"out_dir: can't make the folder {folder} ({error.strerror}); choose another out_dir"
         ) from error
@@ -121,7 +124,7 @@ def full_disk_told(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise OSError(
             f"{folder}: the disk is full; free some space and run the command again: it goes on where it stopped"
@@ -133,6 +136,29 @@ def publish(partial_dir: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
     write_manifest(partial_dir, manifest)  # first: from now on a later start has nothing else to do
     remove_all_but(partial_dir, {MANIFEST, *(entry["name"] for entry in manifest["files"])})
     _replace_folder(partial_dir, out_dir.resolve())
+
+
+def merge(partial_dir: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
+    """Moves the new ones of the manifest's files from the partial folder into `out_dir`, then the manifest."""
+    write_manifest(partial_dir, manifest)  # first: it says what a kill leaves to be done
+    _move(partial_dir, out_dir, manifest)
+
+
+def finish_merge(out_dir: Path) -> None:
+    """Goes on with a `merge` that a kill has ended; does nothing otherwise."""
+    partial_dir = partial_folder(out_dir)
+    manifest = read_manifest(partial_dir)
+    # A folder that is to take the place of `out_dir` has all its files; a merge is of some that are there already.
+    if manifest and out_dir.is_dir() and not all((partial_dir / entry["name"]).exists() for entry in manifest["files"]):
+        with full_disk_told(partial_dir), locked(partial_dir):
+            _move(partial_dir, out_dir, manifest)
+
+
+def _move(partial_dir: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
+    for name in [*(entry["name"] for entry in manifest["files"]), MANIFEST]:
+        if (partial_dir / name).exists():
+            os.replace(partial_dir / name, out_dir / name)
+    shutil.rmtree(partial_dir)
 
 
 def remove_all_but(folder: Path, names: set[str]) -> None:
