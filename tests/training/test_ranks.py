@@ -1,6 +1,7 @@
 """Several processes against one: the same gradients, the same validation, bit for bit where that can be."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from training.state import build_state
 from training.step import train_step, wrap
 
 
-def step_of(process: Process, folder: Path, micro_rows: int) -> dict[str, torch.Tensor]:
+def step_of(process: Process, folder: Path, micro_rows: int, muon_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Gradients, measurements and updated weights of one step over 8 seeded sequences, shared out over the ranks."""
     state = build_state(tiny_config(folder, "position=logn_p_rope"))
     torch.manual_seed(1)
@@ -36,7 +37,8 @@ def step_of(process: Process, folder: Path, micro_rows: int) -> dict[str, torch.
     state.optimizers[0].register_step_pre_hook(look)
     forward = wrap(state.model, process)
     sent = count_sent(forward)
-    result = train_step(state, forward, mine[:, :-1], mine[:, 1:], micro_rows, 1.0, process)
+    with patch("training.optimizer._fast_dtype", lambda device: muon_dtype):
+        result = train_step(state, forward, mine[:, :-1], mine[:, 1:], micro_rows, 1.0, process)
     weights = {f"weights {name}": parameter.detach() for name, parameter in state.model.named_parameters()}
     measured = {"loss": torch.tensor(result.loss), "norm": torch.tensor(result.grad_norm)}
     return {**seen, **weights, **measured, "sent": torch.tensor(sum(sent))}
@@ -58,19 +60,26 @@ def count_sent(forward: torch.nn.Module) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_loss_and_update_of_several_processes_are_those_of_one(tmp_path: Path, world_size: int):
-    expected = step_of(ALONE, tmp_path, micro_rows=8)
-    ranks = compute_in_ranks(world_size, step_of, tmp_path, 1, folder=tmp_path)
+@pytest.mark.parametrize("muon_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_loss_and_update_of_several_processes_are_those_of_one(
+    tmp_path: Path, world_size: int, muon_dtype: torch.dtype
+):
+    expected = step_of(ALONE, tmp_path, 8, muon_dtype)
+    ranks = compute_in_ranks(world_size, step_of, tmp_path, 1, muon_dtype, folder=tmp_path)
     for name, tensor in expected.items():
         if name == "sent":
             continue
+        # In bf16 the last bit of a gradient moves an update, of rate 0.02 and entries below 1, by some of its 8 bits.
+        rounded = name.startswith("weights blocks") and muon_dtype == torch.bfloat16
         for got in ranks:
-            torch.testing.assert_close(got[name], tensor, rtol=2e-4, atol=2e-6, msg=name)
+            torch.testing.assert_close(got[name], tensor, rtol=2e-4, atol=2e-4 if rounded else 2e-6, msg=name)
             assert torch.equal(got[name], ranks[0][name]), f"{name} differs between the processes"
 
 
 def test_accumulated_gradients_are_sent_once(tmp_path: Path):
-    whole, pieces = (compute_in_ranks(2, step_of, tmp_path, rows, folder=tmp_path)[0]["sent"] for rows in (4, 1))
+    whole, pieces = (
+        compute_in_ranks(2, step_of, tmp_path, rows, torch.float32, folder=tmp_path)[0]["sent"] for rows in (4, 1)
+    )
     assert pieces == whole > 0
 
 
