@@ -171,4 +171,5 @@ def _is_occupied(out_dir: Path) -> bool:
 
 
 def _is_file_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in FILE_KEYS.items())
+    typed = isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in FILE_KEYS.items())
+    return typed and Path(entry["name"]).name == entry["name"]  # a manifest from a stranger stays in its folder

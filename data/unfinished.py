@@ -147,9 +147,12 @@ def merge(partial_dir: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
 def finish_merge(out_dir: Path) -> None:
     """Goes on with a `merge` that a kill has ended; does nothing otherwise."""
     partial_dir = partial_folder(out_dir)
-    manifest = read_manifest(partial_dir)
+    if not (manifest := read_manifest(partial_dir)):
+        return
+    names = {entry["name"] for entry in manifest["files"]}
+    to_move = {name for name in names if (partial_dir / name).exists()}
     # A folder that is to take the place of `out_dir` has all its files; a merge is of some that are there already.
-    if manifest and out_dir.is_dir() and not all((partial_dir / entry["name"]).exists() for entry in manifest["files"]):
+    if to_move < names and all((out_dir / name).exists() for name in names - to_move):
         with full_disk_told(partial_dir), locked(partial_dir):
             _move(partial_dir, out_dir, manifest)
 

