@@ -14,7 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <vector>
+#include <memory>
 
 namespace {
 
@@ -25,11 +25,10 @@ constexpr int LANES = 16, ROWS = 12;
 constexpr int LANES = 8, ROWS = 6;
 #endif
 constexpr int COLS = 2 * LANES;
-constexpr int STEP = 3 * COLS;  // a multiple of ROWS and COLS
 // The logits that are in the cache at one time.
 constexpr int BLOCK_ROWS = 48, BLOCK_KEYS = 288;
-static_assert(STEP % ROWS == 0 && BLOCK_ROWS % ROWS == 0 && BLOCK_KEYS % STEP == 0);
-constexpr int MASK = BLOCK_ROWS + STEP + COLS;  // entries of a table behind place N - 1
+static_assert(BLOCK_ROWS % ROWS == 0 && BLOCK_KEYS % ROWS == 0 && BLOCK_KEYS % COLS == 0);
+constexpr int MASK = BLOCK_ROWS + 3 * COLS;  // entries of a table behind place N - 1
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 // --- Vectors -------------------------------------------------------------------------------------------------------
@@ -69,6 +68,8 @@ inline float max_of(vec x) {
     for (int lane = 1; lane < LANES; ++lane) most = std::max(most, x[lane]);
     return most;
 }
+
+using Floats = std::unique_ptr<float[]>;
 
 inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -138,20 +139,37 @@ inline __attribute__((always_inline)) void multiply(Tile& tile, const float* a, 
     }
 }
 
-// C += A B; C is (rows, width), multiples of ROWS and COLS, and B in panels of COLS columns, `panel` floats apart.
+struct Range {
+    int64_t first, last;
+};
+
+// C += A B; C is (rows, width), multiples of ROWS and COLS, and B in panels of COLS columns, `panel` floats apart. The
+// ROWS rows from `row` on have terms in the range terms_of(row).
+template <class Terms>
 void add_product(float* c, int64_t rows, int64_t width, const float* a, int64_t by_row, int64_t by_term, const float* b,
-                 int64_t panel, int64_t n) {
+                 int64_t panel, Terms terms_of) {
     for (int64_t col = 0; col < width; col += COLS, b += panel)
         for (int64_t row = 0; row < rows; row += ROWS) {
+            const Range terms = terms_of(row);
             Tile tile;
             float* corner = c + row * width + col;
             for (int r = 0; r < ROWS; ++r)
                 for (int half = 0; half < 2; ++half) tile.at[r][half] = load(corner + r * width + half * LANES);
-            multiply(tile, a + row * by_row, by_row, by_term, b, n);
+            multiply(tile, a + row * by_row + terms.first * by_term, by_row, by_term, b + terms.first * COLS,
+                     terms.last - terms.first);
             for (int r = 0; r < ROWS; ++r)
                 for (int half = 0; half < 2; ++half) store(corner + r * width + half * LANES, tile.at[r][half]);
         }
 }
+
+// A block of logits: some rows of queries, the first of them at `ahead` tokens behind the first of `count` keys.
+struct Block {
+    int64_t ahead, count;
+    // The first tile of rows of which one sees the key.
+    int64_t first_row(int64_t key) const { return std::max<int64_t>(0, key - ahead) / ROWS * ROWS; }
+    // How many keys the last of the ROWS rows from `row` on sees.
+    int64_t keys_of(int64_t row) const { return std::clamp<int64_t>(ahead + row + ROWS, 0, count); }
+};
 
 // --- Forward -------------------------------------------------------------------------------------------------------
 
@@ -163,6 +181,7 @@ struct Tables {  // one row a head, or strides of 0 for one that all share
 // Replaces n logits of a row by exp(logit - highest), and updates the row's highest logit and the sum of its weights.
 // Returns the factor that corrects what was summed up with the highest logit before.
 inline float soften(float* logits, int64_t n, float& highest, float& sum) {
+    if (n == 0) return 1.0f;
     vec most = load(logits);
     for (int64_t col = LANES; col < n; col += LANES) most = larger(most, load(logits + col));
     const float before = highest;
@@ -191,9 +210,10 @@ void forward_block(const Sizes& sizes, const Matrix& q, const float* keys, const
     std::fill_n(highest, rows, -INF);
     std::fill_n(total, rows, 0.0f);
     for (int64_t key = 0; key < seen; key += BLOCK_KEYS) {
-        const int64_t count = std::min<int64_t>(BLOCK_KEYS, seen - key), cols = up(count, COLS);
-        for (int64_t col = 0; col < cols; col += COLS)
-            for (int64_t row = 0; row < rows; row += ROWS) {
+        const int64_t count = std::min<int64_t>(BLOCK_KEYS, seen - key);
+        const Block block = {position - key, count};
+        for (int64_t col = 0; col < count; col += COLS)
+            for (int64_t row = block.first_row(col); row < rows; row += ROWS) {
                 Tile tile = {};
                 multiply(tile, query + row * d, d, 1, keys + (key + col) * d, d);
                 for (int r = 0; r < ROWS; ++r)
@@ -205,11 +225,13 @@ void forward_block(const Sizes& sizes, const Matrix& q, const float* keys, const
                     }
             }
         for (int64_t row = 0; row < rows; ++row) {
+            const int64_t cols = up(block.keys_of(row / ROWS * ROWS), LANES);
             const float factor = soften(weights + row * BLOCK_KEYS, cols, highest[row], total[row]);
             if (factor != 1.0f)
                 for (int64_t x = 0; x < width; ++x) sums[row * width + x] *= factor;
         }
-        add_product(sums, rows, width, weights, BLOCK_KEYS, 1, values + key * COLS, sizes.keys * COLS, count);
+        add_product(sums, rows, width, weights, BLOCK_KEYS, 1, values + key * COLS, sizes.keys * COLS,
+                    [&](int64_t row) { return Range{0, block.keys_of(row)}; });
     }
     for (int64_t row = 0; row < n; ++row) {
         for (int64_t x = 0; x < d; ++x) out.row(first + row)[x] = sums[row * width + x] / total[row];
@@ -271,12 +293,13 @@ void pack_queries(const Sizes& sizes, const Head& head, const Workspace& at) {
     }
 }
 
-// The weights of n rows from `first` on at the keys from `key` on, and the gradients of their scores <q, k>.
+// The weights of n rows from `first` on at `cols` keys from `key` on, and the gradients of their scores <q, k>; of what
+// the rows don't see, only the zeros that a tile of ROWS keys takes in.
 void backward_weights(const Sizes& sizes, const Head& head, const Workspace& at, int64_t first, int64_t n, int64_t key,
-                      int64_t cols) {
+                      int64_t cols, const Block& block) {
     const int64_t d = sizes.d, position = sizes.keys - sizes.queries + first;
     for (int64_t col = 0; col < cols; col += COLS)
-        for (int64_t row = 0; row < n; row += ROWS) {
+        for (int64_t row = block.first_row(col - ROWS + 1); row < n; row += ROWS) {
             Tile scores = {}, d_weights = {};
             multiply(scores, at.query + (first + row) * d, d, 1, at.keys + col * d, d);
             multiply(d_weights, at.d_out + (first + row) * d, d, 1, at.values + col * d, d);
@@ -300,22 +323,26 @@ void backward_head(const Sizes& sizes, const Head& head, const Workspace& at) {
     pack_queries(sizes, head, at);
     std::fill_n(at.d_query, up(sizes.queries, BLOCK_ROWS) * width, 0.0f);
     for (int64_t key = 0; key < sizes.keys; key += BLOCK_KEYS) {
-        const int64_t count = std::min<int64_t>(BLOCK_KEYS, sizes.keys - key), cols = up(count, STEP);
-        pack_transposed(head.k, key, count, cols, d, at.keys);
-        pack_transposed(head.v, key, count, cols, d, at.values);
+        const int64_t count = std::min<int64_t>(BLOCK_KEYS, sizes.keys - key), high = up(count, ROWS);
+        pack_transposed(head.k, key, count, up(high, COLS), d, at.keys);
+        pack_transposed(head.v, key, count, up(high, COLS), d, at.values);
         pack_rows(head.k, key, count, BLOCK_KEYS, d, at.key_panels);
-        std::fill_n(at.d_key, cols * width, 0.0f);
-        std::fill_n(at.d_value, cols * width, 0.0f);
+        std::fill_n(at.d_key, high * width, 0.0f);
+        std::fill_n(at.d_value, high * width, 0.0f);
         const int64_t sees_key = std::max<int64_t>(0, key - before) / BLOCK_ROWS * BLOCK_ROWS;
         for (int64_t first = sees_key; first < sizes.queries; first += BLOCK_ROWS) {
             const int64_t n = std::min<int64_t>(BLOCK_ROWS, sizes.queries - first);
-            const int64_t seen = std::min(count, before + first + n - key), high = up(seen, STEP);
-            backward_weights(sizes, head, at, first, n, key, high);
-            const int64_t panel = BLOCK_ROWS * COLS;
-            add_product(at.d_value, high, width, at.weights, 1, BLOCK_KEYS, at.d_out_panels + first * width, panel, n);
-            add_product(at.d_key, high, width, at.d_scores, 1, BLOCK_KEYS, at.query_panels + first * width, panel, n);
+            const Block block = {before + first - key, std::min(count, before + first + n - key)};
+            const int64_t seen = up(block.count, ROWS), panel = BLOCK_ROWS * COLS;
+            backward_weights(sizes, head, at, first, n, key, up(seen, COLS), block);
+            const auto queries_of = [&](int64_t key) { return Range{std::min(n, block.first_row(key)), n}; };
+            const auto keys_of = [&](int64_t row) { return Range{0, block.keys_of(row)}; };
+            add_product(at.d_value, seen, width, at.weights, 1, BLOCK_KEYS, at.d_out_panels + first * width, panel,
+                        queries_of);
+            add_product(at.d_key, seen, width, at.d_scores, 1, BLOCK_KEYS, at.query_panels + first * width, panel,
+                        queries_of);
             add_product(at.d_query + first * width, up(n, ROWS), width, at.d_scores, BLOCK_KEYS, 1, at.key_panels,
-                        BLOCK_KEYS * COLS, seen);
+                        BLOCK_KEYS * COLS, keys_of);
         }
         for (int64_t row = 0; row < count; ++row) {
             std::copy_n(at.d_key + row * width, d, head.dk.row(key + row));
@@ -341,16 +368,16 @@ void attend_forward(const Sizes* sizes_, const Tables* tables_, const Tensor* q,
     const Tables tables = *tables_;
     const int64_t d = sizes.d, width = up(d, COLS), padded = up(sizes.keys, COLS), each = padded * (d + width);
     const int64_t pairs = sizes.batch * sizes.heads, blocks = up(sizes.queries, BLOCK_ROWS) / BLOCK_ROWS;
-    const int64_t group = std::min(pairs, std::max<int64_t>(threads, (1 << 22) / each));
-    std::vector<float> packed(group * each);
+    const int64_t group = std::min(pairs, std::max<int64_t>(threads, (1 << 19) / each));
+    const Floats packed(new float[group * each]);  // not a vector: nothing needs zeros
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> work(BLOCK_ROWS * (d + BLOCK_KEYS + width));
+        const Floats work(new float[BLOCK_ROWS * (d + BLOCK_KEYS + width)]);
         for (int64_t start = 0; start < pairs; start += group) {
             const int64_t here = std::min(group, pairs - start);
 #pragma omp for schedule(static)
             for (int64_t index = 0; index < here; ++index) {
-                float* keys = packed.data() + index * each;
+                float* keys = packed.get() + index * each;
                 pack_transposed(head_of(*k, start + index, sizes), 0, sizes.keys, padded, d, keys);
                 pack_rows(head_of(*v, start + index, sizes), 0, sizes.keys, sizes.keys, d, keys + padded * d);
             }
@@ -358,10 +385,10 @@ void attend_forward(const Sizes* sizes_, const Tables* tables_, const Tensor* q,
             for (int64_t item = 0; item < here * blocks; ++item) {  // the rows that see most come first
                 const int64_t index = item % here, first = (blocks - 1 - item / here) * BLOCK_ROWS;
                 const int64_t pair = start + index, head = pair % sizes.heads;
-                const float* keys = packed.data() + index * each;
+                const float* keys = packed.get() + index * each;
                 forward_block(sizes, head_of(*q, pair, sizes), keys, keys + padded * d,
                               tables.scale + head * tables.scale_by_head, tables.shift + head * tables.shift_by_head,
-                              first, head_of(*out, pair, sizes), log_sum + pair * sizes.queries, work.data());
+                              first, head_of(*out, pair, sizes), log_sum + pair * sizes.queries, work.get());
             }
         }
     }
@@ -379,8 +406,8 @@ void attend_backward(const Sizes* sizes_, const Tables* tables_, const Tensor* q
     Workspace(counted, sizes);
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> work(counted.used);
-        Arena arena = {work.data()};
+        const Floats work(new float[counted.used]);
+        Arena arena = {work.get()};
         const Workspace at(arena, sizes);
 #pragma omp for schedule(dynamic)
         for (int64_t pair = 0; pair < sizes.batch * sizes.heads; ++pair) {
