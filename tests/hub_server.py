@@ -23,7 +23,8 @@ class HubServer(ThreadingHTTPServer):
     """Serves `files` of data sets: {(repo, name): content}; `requests` lists (method, repo/name, range).
 
     `faults` are taken one at a time, by method and name: (status, headers) instead of the file, a number of bytes
-    after which the connection breaks, ("stall", bytes) where no more come, or "corrupt" for two wrong bytes.
+    after which the connection breaks, ("stall", bytes) where no more come, "drip" for a few bytes ten times a second,
+    "corrupt" for two wrong bytes, or in answer to a range "whole" for the file, "from 0" for its beginning as a range.
     """
 
     daemon_threads = True
@@ -34,6 +35,7 @@ class HubServer(ThreadingHTTPServer):
         self.faults: dict[tuple[str, str], list[Any]] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.sent: Counter[str] = Counter()
+        self.encodings: dict[str, str | None] = {}  # that the client accepts, by name
         self.stopped = threading.Event()
         self.dead = False
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -99,9 +101,11 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(fault[0], fault[1])
         sha256 = hashlib.sha256(content).hexdigest()
         headers = {"ETag": f'"{sha256}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        self.server.encodings[name] = self.headers.get("Accept-Encoding")
         begin, end = 0, len(content)
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            begin, end = int(asked[1]), min(end, int(asked[2] or end) + 1)
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "") if fault != "whole" else "")
+        if asked:
+            begin, end = int(asked[1]) if fault != "from 0" else 0, min(end, int(asked[2] or end) + 1)
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
         part = content[begin:end]
         self.send_response(206 if asked else 200)
@@ -114,6 +118,8 @@ class Handler(BaseHTTPRequestHandler):
             part = bytes([part[0] ^ 1]) + part[1:-1] + bytes([part[-1] ^ 1])
         if isinstance(fault, int):
             part, self.close_connection = part[:fault], True
+        if fault == "drip":
+            return self._drip(part)
         stalls = isinstance(fault, tuple)
         if stalls:
             part = part[: fault[1]]
@@ -122,6 +128,12 @@ class Handler(BaseHTTPRequestHandler):
         if stalls:
             self.server.stopped.wait()
         return None
+
+    def _drip(self, part: bytes) -> None:
+        for begin in range(0, len(part), 1000):
+            self.wfile.write(part[begin : begin + 1000])
+            if self.server.stopped.wait(0.1):
+                break
 
     def _api(self, repo: str, rest: str, body: bytes) -> None:
         files = {name: content for (known, name), content in self.server.files.items() if known == repo}

@@ -187,12 +187,64 @@ def test_what_the_hub_has_must_be_a_whole_shard_of_gpt2_tokens(server, out, tmp_
 
 
 def test_a_file_that_the_hub_replaced_meanwhile_is_not_mixed_with_the_old_one(server, out, tmp_path):
-    server.faults["GET", NAMES[1]] = [5000, *[(403, {})]]
-    with pytest.raises(ConnectionError):
-        prepare("fineweb10b", out, shards=1)
-    server.files[REPO, NAMES[1]] = shard(tmp_path, 99)
+    for content in (server.files[REPO, NAMES[1]], shard(tmp_path, 99)):
+        server.files[REPO, NAMES[1]] = content
+        server.faults["GET", NAMES[1]] = [5000, *[(403, {})]]
+        with pytest.raises(ConnectionError):
+            prepare("fineweb10b", out, shards=1)
+        (part,) = out.with_name(".mine.partial").glob(f"{NAMES[1]}.*")  # the old one is gone
+        assert content.startswith(part.read_bytes())
     prepare("fineweb10b", out, shards=1)
     assert stored(out) == published(server, 1)
+
+
+@pytest.fixture
+def begun(server, out):
+    """The first 5000 bytes of the first training shard."""
+    server.faults["GET", NAMES[1]] = [5000, (403, {})]
+    with pytest.raises(ConnectionError):
+        prepare("fineweb10b", out, shards=1)
+    (part,) = out.with_name(".mine.partial").glob(f"{NAMES[1]}.*")
+    assert part.stat().st_size == 5000
+    return part
+
+
+@pytest.mark.parametrize("answer", ["whole", "from 0"])
+def test_a_server_that_sends_another_range_is_believed_in_what_it_says(server, out, begun, answer, capsys):
+    server.faults["GET", NAMES[1]] = [answer]
+    prepare("fineweb10b", out, shards=1)
+    assert stored(out) == published(server, 1)
+    assert "fetching it again" not in capsys.readouterr().err
+
+
+def test_a_part_that_is_longer_than_the_file_is_dropped(server, out, begun, capsys):
+    begun.write_bytes(bytes(len(server.files[REPO, NAMES[1]]) + 1))
+    prepare("fineweb10b", out, shards=1)
+    assert stored(out) == published(server, 1)
+    assert "fetching it again" not in capsys.readouterr().err
+
+
+def test_a_connection_that_breaks_ever_again_is_gone_on_with_as_long_as_something_comes(server, out):
+    server.faults["GET", NAMES[1]] = [1000] * (hub_module.RETRIES + 3)
+    prepare("fineweb10b", out, shards=1)
+    assert stored(out) == published(server, 1)
+
+
+def test_bytes_are_asked_for_as_they_are(server, out):
+    prepare("fineweb10b", out, shards=1)
+    assert server.encodings[NAMES[1]] == "identity"
+
+
+def test_one_file_that_fails_stops_the_others_which_keep_what_they_have(server, out):
+    server.faults["GET", NAMES[1]] = [(403, {})]
+    server.faults["GET", NAMES[2]] = ["drip"]  # would take ten seconds
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match=rf"download {NAMES[1]} .*HTTP 403"):
+        prepare("fineweb10b", out, shards=2)
+    assert time.monotonic() - begin < 5
+    server.requests.clear()
+    prepare("fineweb10b", out, shards=2)
+    assert stored(out) == published(server, 2)
 
 
 def test_a_missing_file_and_a_missing_data_set_say_so_at_once(server, out):
@@ -315,6 +367,26 @@ def test_a_half_merged_folder_is_told_from_others_and_can_be_prepared_anew(serve
     prepare("fineweb10b", half_merged, shards=1, overwrite=True)
     assert stored(half_merged) == published(server, 1)
     assert [path.name for path in half_merged.parent.iterdir()] == ["mine"]
+
+
+def test_a_whole_folder_that_waits_to_take_the_place_of_another_is_not_mixed_with_it(server, out, tmp_path):
+    prepare("fineweb10b", out, shards=3)
+    prepare("fineweb10b", tmp_path / "other", shards=1)
+    (tmp_path / "other").rename(out.with_name(".mine.partial"))  # as a kill before its last rename leaves it
+    server.requests.clear()
+    prepare("fineweb10b", out, shards=1, overwrite=True)
+    assert server.requests == []
+    assert stored(out) == published(server, 1)
+    assert [path.name for path in out.parent.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("left", [".mine.old/x.bin", ".mine.partial/.progress.json.tmp", ".mine.partial/lock"])
+def test_what_kills_leave_is_removed_by_the_next_start(server, out, left):
+    prepare("fineweb10b", out, shards=1)
+    (out.parent / left).parent.mkdir()
+    (out.parent / left).write_bytes(b"")
+    prepare("fineweb10b", out, shards=1)
+    assert [path.name for path in out.parent.iterdir()] == ["mine"]
 
 
 def test_shards_are_not_moved_in_where_one_is_lost(server, half_merged):

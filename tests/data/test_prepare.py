@@ -521,13 +521,79 @@ def unfinished(text, out, full_disk):
     return out.with_name(".mine.partial")
 
 
-def test_other_arguments_do_not_go_on_from_an_interrupted_start(text, out, unfinished):
+def test_other_arguments_do_not_go_on_from_an_interrupted_start(text, out, unfinished, monkeypatch):
     with pytest.raises(ValueError, match=r"an unfinished preparation with shard_tokens=50, now .* overwrite=true"):
         prepare("text", out, "bytes", text, shard_tokens=60)
     assert unfinished.exists()
+    there = []
+
+    def look(path, tokens):
+        there.append(sorted(path.name for path in unfinished.iterdir()))
+        write_shard(path, tokens)
+
+    monkeypatch.setattr(sharding, "write_shard", look)
+    prepare("text", out, "bytes", text, shard_tokens=60, overwrite=True)
+    assert there[0] == ["lock"]  # the old shards don't stand in the way of the new
+    assert [*stored(out, "val"), *stored(out, "train")] == ids(DOCUMENTS)
+    assert leftovers(out) == []
+
+
+@pytest.fixture
+def waiting(text, out):
+    """A whole folder that a kill has left before its last rename."""
+    prepare("text", out, "bytes", text, shard_tokens=50)
+    return out.rename(out.with_name(".mine.partial"))
+
+
+def test_a_whole_folder_only_takes_its_place(text, out, waiting, monkeypatch):
+    before = content(waiting)
+    monkeypatch.setattr(sharding, "write_shard", None)
+    prepare("text", out, "bytes", text, shard_tokens=50)
+    assert content(out) == before
+    assert leftovers(out) == []
+
+
+def test_a_whole_folder_of_other_arguments_does_not_take_the_place(text, out, waiting):
+    with pytest.raises(ValueError, match=r"an unfinished preparation with shard_tokens=50, now .* overwrite=true"):
+        prepare("text", out, "bytes", text, shard_tokens=60)
+    assert waiting.exists()
     prepare("text", out, "bytes", text, shard_tokens=60, overwrite=True)
     assert [*stored(out, "val"), *stored(out, "train")] == ids(DOCUMENTS)
     assert leftovers(out) == []
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"x")])
+def test_a_whole_folder_that_was_damaged_does_not_take_the_place(text, out, waiting, damage):
+    damage(waiting / "text_train_000001.bin")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"\.partial/text_train_000001.bin: .*delete the folder"):
+        prepare("text", out, "bytes", text, shard_tokens=50)
+    assert not out.exists()
+    prepare("text", out, "bytes", text, shard_tokens=50, overwrite=True)
+    assert [*stored(out, "val"), *stored(out, "train")] == ids(DOCUMENTS)
+
+
+def test_a_link_to_a_folder_elsewhere_stays_one(text, out, tmp_path, full_disk):
+    elsewhere = tmp_path / "large disk" / "data"
+    elsewhere.mkdir(parents=True)
+    out.parent.mkdir()
+    out.symlink_to(elsewhere)
+    full_disk(3)
+    with pytest.raises(OSError, match=r"large disk/\.data\.partial: the disk is full"):
+        prepare("text", out, "bytes", text, shard_tokens=50)
+    full_disk(10**6)
+    prepare("text", out, "bytes", text, shard_tokens=50)
+    assert out.is_symlink()
+    assert [*stored(elsewhere, "val"), *stored(elsewhere, "train")] == ids(DOCUMENTS)
+    assert leftovers(out) == leftovers(elsewhere) == []
+
+
+def test_what_a_kill_left_half_written_goes_with_the_next_start(text, out, unfinished, full_disk):
+    (unfinished / "text_train_000009.bin.tmp").write_bytes(b"half")
+    before = {name for name in content(unfinished) if not name.endswith(".tmp")}
+    full_disk(0)
+    with pytest.raises(OSError, match="the disk is full"):
+        prepare("text", out, "bytes", text, shard_tokens=50)
+    assert set(content(unfinished)) == before
 
 
 def test_files_that_changed_since_the_interruption_are_not_gone_on_with(text, out, unfinished):
