@@ -23,8 +23,9 @@ class HubServer(ThreadingHTTPServer):
     """Serves `files` of data sets: {(repo, name): content}; `requests` lists (method, repo/name, range).
 
     `faults` are taken one at a time, by method and name: (status, headers) instead of the file, a number of bytes
-    after which the connection breaks, ("stall", bytes) where no more come, "drip" for a few bytes ten times a second,
-    "corrupt" for two wrong bytes, or in answer to a range "whole" for the file, "from 0" for its beginning as a range.
+    after which the connection breaks, ("stall", bytes) where no more come, ("short", bytes) where they are said to be
+    all, "drip" for a few bytes ten times a second, "corrupt" for two wrong bytes, or in answer to a range "whole" for
+    the file, "from 0" for its beginning as a range.
     """
 
     daemon_threads = True
@@ -38,6 +39,7 @@ class HubServer(ThreadingHTTPServer):
         self.encodings: dict[str, str | None] = {}  # that the client accepts, by name
         self.stopped = threading.Event()
         self.dead = False
+        self.commit = COMMIT  # the newest; every revision holds the same files
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def die(self) -> None:
@@ -95,12 +97,12 @@ class Handler(BaseHTTPRequestHandler):
         content = self.server.files.get((repo, name))
         if content is None:
             missing = "EntryNotFound" if any(known == repo for known, _ in self.server.files) else "RepoNotFound"
-            return self._send(404, {"X-Error-Code": missing, "X-Repo-Commit": COMMIT})
+            return self._send(404, {"X-Error-Code": missing, "X-Repo-Commit": self.server.commit})
         fault = self.server.fault(self.command, name)
-        if isinstance(fault, tuple) and fault[0] != "stall":
+        if isinstance(fault, tuple) and isinstance(fault[0], int):
             return self._send(fault[0], fault[1])
         sha256 = hashlib.sha256(content).hexdigest()
-        headers = {"ETag": f'"{sha256}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{sha256}"', "X-Repo-Commit": self.server.commit, "Accept-Ranges": "bytes"}
         self.server.encodings[name] = self.headers.get("Accept-Encoding")
         begin, end = 0, len(content)
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "") if fault != "whole" else "")
@@ -108,6 +110,8 @@ class Handler(BaseHTTPRequestHandler):
             begin, end = int(asked[1]) if fault != "from 0" else 0, min(end, int(asked[2] or end) + 1)
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
         part = content[begin:end]
+        if isinstance(fault, tuple) and fault[0] == "short":
+            part, fault = part[: fault[1]], None
         self.send_response(206 if asked else 200)
         for key, value in {**headers, "Content-Length": str(len(part))}.items():
             self.send_header(key, value)
@@ -139,9 +143,11 @@ class Handler(BaseHTTPRequestHandler):
         files = {name: content for (known, name), content in self.server.files.items() if known == repo}
         if not files:
             return self._send(404, {"X-Error-Code": "RepoNotFound"})
-        if rest in ("", "/revision/main", f"/revision/{COMMIT}"):
+        if re.fullmatch("(/revision/.*)?", rest):
             siblings = [{"rfilename": name} for name in files]
-            return self._json({"id": repo, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings})
+            return self._json(
+                {"id": repo, "sha": self._revision(rest), "private": False, "tags": [], "siblings": siblings}
+            )
         if found := re.fullmatch(r"/tree/[^/]+/?(.*)", rest):
             inside = {name for name in files if not found[1] or name.startswith(f"{found[1]}/")}
             recursive = "recursive=true" in urlsplit(self.path).query.lower()
@@ -153,6 +159,10 @@ class Handler(BaseHTTPRequestHandler):
             folders = [n for n in names if n not in files and any(known.startswith(f"{n}/") for known in files)]
             return self._json([*found, *({"type": "directory", "path": n, "oid": "0" * 40} for n in folders)])
         return self._send(404, {})
+
+    def _revision(self, rest: str) -> str:
+        asked = re.search("[0-9a-f]{40}", rest)
+        return asked[0] if asked else self.server.commit
 
     def _json(self, value: Any) -> None:
         self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())

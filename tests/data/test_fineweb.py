@@ -115,7 +115,7 @@ def test_broken_connections_go_on_where_they_broke(server, out, capsys):
     assert capsys.readouterr().err.count(f"download {NAMES[1]}: RemoteProtocolError") == 3
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_busy_servers_are_asked_again(server, out, status):
     for method in ("HEAD", "GET"):
         server.faults[method, NAMES[1]] = [(status, {})] * hub_module.RETRIES
@@ -228,6 +228,39 @@ def test_a_connection_that_breaks_ever_again_is_gone_on_with_as_long_as_somethin
     server.faults["GET", NAMES[1]] = [1000] * (hub_module.RETRIES + 3)
     prepare("fineweb10b", out, shards=1)
     assert stored(out) == published(server, 1)
+
+
+def test_an_answer_that_ends_early_in_good_order_is_gone_on_with(server, out, capsys):
+    server.faults["GET", NAMES[1]] = [("short", 4000)]
+    prepare("fineweb10b", out, shards=1)
+    assert (NAMES[1], "bytes=4000-") in fetched(server)
+    assert "fetching it again" not in capsys.readouterr().err
+
+
+def test_a_disk_needs_room_only_for_what_is_still_to_come(server, out, begun, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=len(server.files[REPO, NAMES[1]]) - 5000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    prepare("fineweb10b", out, shards=1)
+    assert stored(out) == published(server, 1)
+
+
+def test_a_file_that_waits_for_another_try_is_not_tried_when_another_has_failed(server, out, monkeypatch):
+    monkeypatch.setattr(hub_module, "FIRST_WAIT", 30.0)
+    server.faults["GET", NAMES[2]] = [(503, {})]
+    append = hub_module.Hub._append
+
+    def fail(self, remote, part, bar):
+        if remote.name == NAMES[1]:
+            time.sleep(0.5)
+            raise OSError(errno.EIO, "the disk is broken")
+        append(self, remote, part, bar)
+
+    monkeypatch.setattr(hub_module.Hub, "_append", fail)
+    begin = time.monotonic()
+    with pytest.raises(OSError, match="the disk is broken"):
+        prepare("fineweb10b", out, shards=2)
+    assert time.monotonic() - begin < 10
+    assert [name for name, _ in fetched(server)].count(NAMES[2]) == 1
 
 
 def test_bytes_are_asked_for_as_they_are(server, out):
@@ -422,13 +455,21 @@ def test_a_download_shows_its_bytes_and_those_that_were_there_before(server, out
     assert bar.first >= 5000
 
 
+@pytest.mark.parametrize("faults", [["corrupt"], [5000, "whole"]])
+def test_what_comes_twice_is_shown_once(server, out, shown, faults):
+    server.faults["GET", NAMES[1]] = faults
+    prepare("fineweb10b", out, shards=1)
+    (bar,) = [bar for bar in shown if bar.desc == "fineweb10b"]
+    assert bar.n == bar.total == sum(map(len, published(server, 1).values()))
+
+
 def test_a_killed_download_goes_on_where_it_was(server, out):
-    server.faults["GET", NAMES[2]] = [("stall", 5000)]
+    server.faults["GET", NAMES[2]] = [("stall", 3000)]  # less than a buffer of a file
     words = ["source=fineweb10b", "shards=3", f"out_dir={out}"]
     with subprocess.Popen(**command(server.url, *words)) as process:
         deadline = time.monotonic() + 60
         part = out.with_name(".mine.partial")
-        while not any(path.stat().st_size == 5000 for path in part.glob(f"{NAMES[2]}.*")):
+        while not any(path.stat().st_size == 3000 for path in part.glob(f"{NAMES[2]}.*")):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
@@ -436,7 +477,7 @@ def test_a_killed_download_goes_on_where_it_was(server, out):
     done = subprocess.run(**command(server.url, *words), check=False)
     assert done.returncode == 0, done.stderr
     assert stored(out) == published(server, 3)
-    assert (NAMES[2], "bytes=5000-") in fetched(server)
+    assert (NAMES[2], "bytes=3000-") in fetched(server)
 
 
 @pytest.mark.parametrize("words", [("fineweb10b", "shards=1"), ("fineweb", "tokenizer=bytes")])

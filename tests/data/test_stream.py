@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import datasets.config
+import httpx2
 import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,8 +19,8 @@ import pytest
 from data import stream as stream_module
 from data.loader import open_split
 from data.prepare import prepare
-from data.stream import Stream
-from tests.hub_server import ROOT, command
+from data.stream import Stream, _telling_apart
+from tests.hub_server import COMMIT, ROOT, command
 
 TEXTS = "HuggingFaceFW/fineweb"
 README = """---
@@ -110,9 +111,14 @@ def test_fineweb_is_streamed_tokenized_and_gone_on_with_after_a_failure(hub, doc
     assert error.startswith(f"error: source=fineweb: could not read {FILES[2]} of HuggingFaceFW/fineweb")
     assert not out.exists()
     hub.faults.clear()
+    hub.requests.clear()
+    hub.commit = "b" * 40  # meanwhile there is a newer version; the first start's is gone on with
     done = subprocess.run(**command(hub.url, *words, **home), check=False)
     assert done.returncode == 0, done.stderr
     assert "going on after" in done.stderr
+    read_now = {path for _, path, _ in hub.requests if path.endswith(".parquet")}
+    assert len(read_now) > 1
+    assert all(f"/resolve/{COMMIT}/" in path for path in read_now), read_now
     assert read_all(out) == tokens(documents)
     assert len(read(out, "val")) == 90_000
 
@@ -249,11 +255,27 @@ def test_the_libraries_are_left_as_they_were(hub, documents, out):
         return retries, logging.getLogger("datasets").level, logging.getLogger("huggingface_hub").level
 
     before = settings()
+    assert max(value for name, value in before[0].items() if name.endswith("MAX_RETRIES")) > 1
+    assert logging.CRITICAL not in before[1:]
     prepare_here(out)
     hub.faults["GET", FILES[0]] = [(503, {})] * 999
     with pytest.raises(ConnectionError):
         prepare_here(out.with_name("other"))
     assert settings() == before
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_what_the_network_did_is_found_under_other_errors(chained):
+    def work():
+        try:
+            raise httpx2.ConnectError("unplugged")
+        except httpx2.ConnectError as error:
+            if chained:
+                raise OSError("can't read") from error
+            raise OSError("can't read")  # noqa: B904
+
+    with pytest.raises(httpx2.ConnectError, match="unplugged"):
+        _telling_apart(work)
 
 
 def test_positions_of_an_older_version_are_refused(hub, documents, out):
