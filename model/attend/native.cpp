@@ -19,7 +19,7 @@
 namespace {
 
 // ROWS x COLS is the tile of a matrix product that stays in registers: 12 (24) sums, and two vectors of B.
-#if defined(__AVX512F__) || defined(WIDE_TILES)  // the latter to test these sizes on any processor
+#if !defined(NARROW_TILES) && (defined(__AVX512F__) || defined(WIDE_TILES))  // to test both sizes on any processor
 constexpr int LANES = 16, ROWS = 12;
 #else
 constexpr int LANES = 8, ROWS = 6;

@@ -45,11 +45,12 @@ def test_values_and_all_gradients_are_those_of_the_definition(shape: tuple):
     assert_close(results("native", leaves, scale, shift), exactly(leaves, scale, shift), 1e-5)
 
 
-def test_the_tiles_of_a_processor_with_avx512_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("tiles", ["WIDE_TILES", "NARROW_TILES"])
+def test_tiles_with_avx512_and_without_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiles: str):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-DWIDE_TILES", "-Wno-psabi"))
-    wide = load_kernel.__wrapped__()  # past its cache
-    monkeypatch.setattr("model.attend.native.load_kernel", lambda: wide)
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, f"-D{tiles}", "-Wno-psabi"))
+    built = load_kernel.__wrapped__()  # past its cache
+    monkeypatch.setattr("model.attend.native.load_kernel", lambda: built)
     for T, n_query, B, H, h, d in MORE_SHAPES:
         leaves, (scale, shift) = inputs(T, H, d, n_query, B, torch.float32), tables(T, h, torch.float32)
         assert_close(results("native", leaves, scale, shift), exactly(leaves, scale, shift), 1e-5)
