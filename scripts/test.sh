@@ -3,6 +3,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" requirements-dev.txt
 if [ $# -eq 0 ]; then
-    set -- -m "not slow and not gpu"
+    set -- -n auto --maxprocesses 8 -m "not slow and not gpu"
 fi
 exec .venv/bin/python -m pytest "$@"

@@ -1,9 +1,11 @@
 import errno
+import itertools
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from data import manifest as manifest_module
 from data import prepare as module
 from data import sharding, sources
 from data.cores import available_cores
 from data.loader import open_split
+from data.manifest import write_manifest
 from data.prepare import prepare
 from data.shards import read_shard, write_shard
 from data.sources import sotu_files
@@ -284,6 +288,33 @@ def test_changed_text_is_not_taken_for_done(text, out):
     text.write_text(text.read_text() + '{"text": "one more"}\n')
     with pytest.raises(ValueError, match=r"was prepared from other texts: [0-9]+ bytes then, [0-9]+ now"):
         prepare("text", out, "bytes", text, val_every=10)
+
+
+def test_a_manifest_that_cannot_take_its_place_leaves_nothing_half_written(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_manifest(tmp_path, {"files": []})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_verified_side_by_side(text, out, monkeypatch):
+    prepare("text", out, "bytes", text, shard_tokens=50)
+    together = threading.Barrier(3, timeout=20)  # broken, an error, where fewer than three come at once
+    calls = itertools.count()
+    real = manifest_module._find_fault
+
+    def meet(folder, entry):
+        if next(calls) < 3:
+            together.wait()
+        return real(folder, entry)
+
+    monkeypatch.setattr(manifest_module, "_find_fault", meet)
+    monkeypatch.setattr(manifest_module, "available_cores", lambda: 3)
+    assert manifest_module.verify(out) == {}
+    assert next(calls) > 3
 
 
 def test_other_peoples_files_are_never_replaced(text, out):

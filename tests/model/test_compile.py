@@ -44,7 +44,13 @@ assert {2, 8, 32, 48, 64} <= shapes, shapes
 """
 
 
-@pytest.mark.parametrize("position", ["rope", "logn_p_rope", "scale_invariant_p_rope", "infini_p_rope"])
+@pytest.mark.parametrize(
+    "position",
+    [
+        "scale_invariant_p_rope",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rope", "logn_p_rope", "infini_p_rope")),
+    ],
+)
 def test_twelve_layers_need_no_more_compilations_than_three(position: str) -> None:
     assert compilations(position, 3) == compilations(position, 12) < 12  # so not one a layer
 
