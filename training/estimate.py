@@ -14,7 +14,7 @@ from model.attend.native import workspace_bytes
 from model.attend.native_build import load_kernel
 from model.cross_entropy import CHUNK_ELEMENTS
 from model.gpt import GPT
-from model.precision import fast_bf16
+from model.precision import fast_bf16, has_bf16_unit
 from training.distributed import world_size
 from training.flops import flops_per_token
 from training.state import build_model
@@ -218,7 +218,7 @@ def _by_kernel(config: Any, device: str, rounded: int) -> bool:
     """Whether a CPU's attention is that of model/attend/native.py."""
     if config.attention not in ("auto", "native") or isinstance(load_kernel(), str):
         return False
-    return config.attention == "native" or rounded == FP32 or not fast_bf16_on(device)
+    return config.attention == "native" or rounded == FP32 or not has_bf16_unit(torch.device(device))
 
 
 def _update_workspace(matrices: list[torch.nn.Parameter], fast: int) -> int:

@@ -267,7 +267,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_automatic_choice_is_native_for_enough_rows(
     other: str, fast: bool, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("model.attend.dispatch.fast_bf16", lambda device: fast)
+    monkeypatch.setattr("model.attend.dispatch.has_bf16_unit", lambda device: fast)
     transform = Transform(*tables(50, dtype=torch.float32)) if other == "blockwise" else None
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         attend(*inputs(50, dtype=dtype), transform)
